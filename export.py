@@ -1,0 +1,163 @@
+"""An output of extract.py, wherever it lies: an s3:// prefix or a local directory, read and written by key.
+
+    from export import open_output
+    open_output("s3://bucket/run1").read("manifest.json")
+
+OUT/manifest.json, OUT/index.parquet and OUT/batches/batch_000123.safetensors: extract.py says what they hold.
+S3 is reached through the `aws` command alone, with the user's own profile, region, endpoint and credentials.
+"""
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+KEY = "batches/batch_{:06d}.safetensors"
+
+
+class OutputError(Exception):
+    """Reading or writing failed, in the server's or the system's words; `permanent` where another try cannot help."""
+    PERMANENT = re.compile("NoSuchBucket|InvalidAccessKeyId|SignatureDoesNotMatch|AccessDenied|ExpiredToken|InvalidToken|"
+                           "Forbidden|[Uu]nable to locate credentials|[Pp]artial credentials|[Ii]nvalid bucket name|"
+                           "PermanentRedirect|AuthorizationHeaderMalformed|config profile|No such file or directory")
+
+    @property
+    def permanent(self):
+        return bool(self.PERMANENT.search(str(self)))
+
+
+def open_output(out, config=None, abort=None, mbps=0.0):
+    """OUT -> its Local or S3.
+
+    config: where the private copy of the AWS configuration goes (default: a temporary file); abort: an event that
+    ends transfers under way; mbps: limit of one upload in megabytes per second, 0 for none. Raises OutputError.
+    """
+    return S3(out, config, abort or threading.Event(), mbps) if out.startswith("s3://") else Local(out)
+
+
+class Local:
+    """OUT as a local directory; every file appears whole, by rename."""
+
+    def __init__(self, out):
+        self.root = Path(out).expanduser().resolve()
+
+    def __str__(self):
+        return str(self.root)
+
+    def read(self, key):
+        """bytes, or None where there is no such file."""
+        return (self.root / key).read_bytes() if (self.root / key).is_file() else None
+
+    def write(self, key, data):
+        """str or bytes -> OUT/key."""
+        with tempfile.NamedTemporaryFile() as f:
+            f.write(data if isinstance(data, bytes) else data.encode())
+            f.flush()
+            self.put(Path(f.name), key, f.tell(), 120.0)
+
+    def put(self, path, key, size, deadline):
+        """A file -> OUT/key, seen there with `size` bytes, within `deadline` seconds. Raises OutputError."""
+        try:
+            tmp = self.root / f"{key}.{os.getpid()}.tmp"
+            tmp.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with open(path, "rb") as source, open(tmp, "wb") as f:
+                    shutil.copyfileobj(source, f, 1 << 24)
+                    f.flush()
+                    os.fsync(f.fileno())
+                os.replace(tmp, self.root / key)
+            finally:
+                tmp.unlink(missing_ok=True)
+            if (self.root / key).stat().st_size != size:
+                raise OutputError(f"{self.root / key} is not of the planned {size} bytes")
+        except OSError as e:
+            raise OutputError(f"{e.filename or self.root / key}: {e.strerror}") from None
+
+    def clean(self, keys):
+        """Takes back what killed uploads of these keys left behind."""
+        for key in keys:
+            for tmp in (self.root / key).parent.glob(f"{Path(key).name}.*.tmp"):
+                tmp.unlink(missing_ok=True)
+
+
+class S3(Local):
+    """OUT as an s3:// prefix."""
+
+    def __init__(self, out, config, abort, mbps):
+        self.bucket, _, prefix = out.removeprefix("s3://").partition("/")
+        self.prefix, self.abort = "".join(f"{part}/" for part in prefix.split("/") if part), abort
+        config = config or Path(tempfile.mkdtemp(prefix="aws-")) / "config"
+        self.env = os.environ | {"AWS_RETRY_MODE": "standard", "AWS_MAX_ATTEMPTS": "5", "AWS_PAGER": "",
+                                 "AWS_CONFIG_FILE": str(config.resolve()),
+                                 "PATH": f"{os.environ.get('PATH', os.defpath)}:{Path(sys.executable).parent}"}
+        # These settings have no environment variables: a private copy of the user's own configuration takes them.
+        theirs = Path(os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config").expanduser()
+        config.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as f:
+            f.write(theirs.read_bytes() if theirs.is_file() else b"")
+        settings = {"max_concurrent_requests": 4, "multipart_chunksize": "16MB"}
+        if mbps:
+            settings["max_bandwidth"] = max(1, int(mbps * 1e6))  # bytes/s
+        for name, value in settings.items():
+            self.aws("configure", "set", f"s3.{name}", str(value))
+
+    def __str__(self):
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+    def aws(self, *args, deadline=120.0):
+        """One aws command under nice, ended as a group at its deadline in seconds. Returns stdout; raises OutputError."""
+        command = ["nice", "-n", "19", "aws", *args, "--cli-read-timeout", "30", "--cli-connect-timeout", "30"]
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            p = subprocess.Popen(command, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, process_group=0)
+            end, how = time.monotonic() + deadline, None
+            while p.poll() is None and not how:
+                time.sleep(0.05)
+                late = time.monotonic() > end
+                how = "stopped" if self.abort.is_set() else f"ended after {deadline:.0f} s" if late else None
+            if how:
+                os.killpg(p.pid, signal.SIGINT)  # aws takes its multipart upload back
+                try:
+                    p.wait(10)
+                except subprocess.TimeoutExpired:
+                    os.killpg(p.pid, signal.SIGKILL)
+            if p.wait() or how:
+                err.seek(max(0, err.seek(0, os.SEEK_END) - 2000))
+                words = " ".join(err.read().decode(errors="replace").split())
+                raise OutputError(f"aws {' '.join(args[:2])}: {how or f'exit code {p.returncode}'}: {words or 'no words'}")
+            out.seek(0)
+            return out.read()
+
+    def api(self, command, *args):
+        return self.aws("s3api", command, "--bucket", self.bucket, *args)
+
+    def read(self, key):
+        with tempfile.NamedTemporaryFile() as f:
+            try:
+                self.api("get-object", "--key", self.prefix + key, f.name)
+                return Path(f.name).read_bytes()
+            except OutputError as e:
+                if "NoSuchKey" in str(e):
+                    return None
+                raise
+
+    def put(self, path, key, size, deadline):
+        url = f"s3://{self.bucket}/{self.prefix}{key}"
+        self.aws("s3", "cp", str(path), url, "--only-show-errors", deadline=deadline)
+        there = self.api("head-object", "--key", self.prefix + key, "--query", "ContentLength", "--output", "text")
+        if there.strip() != b"%d" % size:  # exit code 0 alone proves nothing
+            raise OutputError(f"{url} has {there.decode().strip()} bytes after its upload, {size} were planned")
+
+    def clean(self, keys):
+        try:
+            found = self.api("list-multipart-uploads", "--prefix", self.prefix + "batches/", "--output", "json")
+            for upload in json.loads(found or b"{}").get("Uploads") or []:
+                if upload["Key"].removeprefix(self.prefix) in keys:
+                    self.api("abort-multipart-upload", "--key", upload["Key"], "--upload-id", upload["UploadId"])
+        except OutputError as e:
+            print(f"did not look for multipart uploads left open: {e}", flush=True)
