@@ -350,6 +350,13 @@ def model_directory(name):
     except Exception as e:
         raise Refused(f"--model {name} is no model directory, and not to be had from the hub: {first_line(e)}") from None
 
+def text_config(path):
+    from transformers import AutoConfig
+    try:
+        return AutoConfig.from_pretrained(path).get_text_config()
+    except Exception as e:
+        raise Refused(f"{path}/config.json cannot be used: {first_line(e)}") from None
+
 def layer_ids(rule, depth):
     """`--layers` and the number of decoder layers -> ids in the order asked for. Raises Refused.
 
@@ -521,8 +528,7 @@ def make_plan(o, path, vocab_size, files, directory, known):
 
 def get_plan(o, work, path, output):
     """The plan of WORK, made by whichever shard comes first. Raises Refused where WORK or OUT hold another run."""
-    from transformers import AutoConfig
-    data, directory, config = Path(o.data), work / "plan", AutoConfig.from_pretrained(path).get_text_config()
+    data, directory, config = Path(o.data), work / "plan", text_config(path)
     if (slow := warmup.slow_kernels(config)) and not o.allow_slow:
         raise Refused(slow)
     files = sorted(data.rglob("*.jsonl")) if data.is_dir() else [data] * data.is_file()
@@ -605,6 +611,7 @@ class Extractor:
         self.fill = (o.forward_tokens or o.tokens) * self.cuda  # a GPU always sees one shape; a CPU has none to keep warm
         self.copies = torch.cuda.Stream() if self.cuda else None
         transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
         how = {"dtype": KINDS[o.compute_dtype][1], "attn_implementation": "sdpa", "output_loading_info": True}
         how |= {"device_map": {"": 0}} if self.cuda else {}  # straight to the device: no second copy on the host
         autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
@@ -806,7 +813,8 @@ class Uploads:
         while self.pending and not self.fatal and not (end and time.time() > end):
             end = end or (time.time() + 15 if stop.is_set() else None)
             time.sleep(0.1)
-        self.abort.set()
+        if self.pending:
+            self.abort.set()
         self.pool.shutdown(cancel_futures=True)
 
 # ---------------------------------------------------------------------------------------------------------- main
@@ -911,7 +919,7 @@ def main(argv=None):
         try:
             for name in ("plan", "markers", "pids", "logs"):
                 (work / name).mkdir(parents=True, exist_ok=True)
-            pid_file = open(work / "pids" / f"shard_{o.shard}.pid", "a+")
+            pid_file = open(work / "pids" / (".plan" if o.plan_only else f"shard_{o.shard}.pid"), "a+")
             fcntl.flock(pid_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Refused(f"shard {o.shard} of {work} runs already: see `make status`") from None
@@ -919,7 +927,8 @@ def main(argv=None):
             raise Refused(f"--work {work} cannot be used: {e}") from None
         pid_file.truncate(0)
         print(os.getpid(), file=pid_file, flush=True)
-        progress = monitor.Progress(work, o.shard, o.num_shards)
+        if not o.plan_only:
+            progress = monitor.Progress(work, o.shard, o.num_shards)
         run(o, work, progress, stop)
     except (Refused, Failed, Stopped, warmup.Unpackable) as e:
         code, error = e.code, str(e)

@@ -9,12 +9,16 @@ proves the packed forward against plain transformers, and leaves WORK/warmup.jso
 The first half are the kernels themselves, which extract.py puts into a model: attention, delta rule and short
 convolution that keep the samples of a packed row apart, and the checks that every start makes.
 """
+import fcntl
 import inspect
 import json
 import os
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -208,3 +212,114 @@ def prepare(extractor):
                     f"{layer} is {report['truth'][-1]:.1e} from transformers alone, {limit:.1e} allowed. Some layer mixes "
                     "the samples of a row: --samples-per-forward 1 is the slow way that needs no packing")
     return report
+
+
+# ------------------------------------------------------------------------------------------------ the command
+def environment():
+    """Versions and the GPU, as the record of a run has them."""
+    found = {"python": sys.version.split()[0], "cuda": torch.version.cuda,
+             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
+    for name in ("torch", "triton", "transformers", "flash-linear-attention", "safetensors"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def cache_problem():
+    """Why compiled kernels could not be kept here; None where they can."""
+    home = Path.home()
+    for name, usual in (("TRITON_CACHE_DIR", home / ".triton" / "cache"),
+                        ("TORCHINDUCTOR_CACHE_DIR", Path(tempfile.gettempdir()))):
+        if os.environ.get(name) == "":
+            return f"{name} is set, but empty: unset it, or give it a directory"
+        path = Path(os.environ.get(name) or usual)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as e:
+            return f"compiled kernels cannot be kept in {path} ({e.strerror}): give {name} a directory that can be written"
+    return None
+
+
+def fills(tokens, max_len):
+    """{name: lengths}: the run's one shape, filled as data will fill it."""
+    shapes = {f"full of {n}": [n] * (tokens // n) for n in (32, 128, 512) if n <= max_len and n <= tokens}
+    return shapes | {f"{k} x 200": [min(200, max_len)] * min(k, tokens // min(200, max_len)) for k in (8, 32)}
+
+
+def warm(o, work):
+    """Loads, compiles, proves, times. Returns the report. Raises Refused, Failed or Unpackable."""
+    import extract
+    path = extract.model_directory(o.model)
+    config = extract.text_config(path)
+    layers, final = extract.layer_ids(o.layers, config.num_hidden_layers), o.final or o.layers == "eagle3"
+    shape = ("dtype", "compute_dtype", "tokens", "max_len", "forward_tokens", "samples_per_forward", "eager", "allow_slow")
+    kept = {"model": o.model, "weights": extract.sha(*extract.model_parts(path)), "layers": layers, "final": final,
+            "environment": environment()} | {name: getattr(o, name) for name in shape}
+    kept["fingerprint"] = extract.sha(extract.compact({k: v for k, v in kept.items() if k != "model"}))
+    before = extract.read_json(work / "warmup.json") or {}
+    if o.if_needed and before.get("fingerprint") == kept["fingerprint"]:
+        extract.say(f"warm already, see {work / 'warmup.json'}")
+        return before
+    for name, value in kept["environment"].items():
+        print(f"  {name:24} {value}")
+    for problem in (cache_problem(), None if o.allow_slow else slow_kernels(config)):
+        if problem:
+            raise extract.Refused(problem)
+    plan = SimpleNamespace(layers=layers, final=final, dtype=o.dtype, hidden_size=config.hidden_size)
+    plan.states = lambda: extract.Plan.states(plan)
+    began = time.time()
+    extractor = extract.Extractor(o, path, plan)
+    loaded = time.time()
+    checks = prepare(extractor)
+    kept |= {"load_s": round(loaded - began, 2), "first_forward_s": round(time.time() - loaded, 2), "checks": checks, "fills": {}}
+    for name, used in checks["kernels"].items():
+        print(f"  {name:32} {used}")
+    slot, rng = extract.Slot(plan, o.tokens, extractor.device), np.random.default_rng(0)
+    for name, lengths in fills(o.tokens, o.max_len).items():
+        ids, times = [rng.integers(0, config.vocab_size, n).astype(np.int32) for n in lengths], []
+        for _ in range(2):
+            began = time.time()
+            extractor.batch(ids, slot)
+            torch.cuda.synchronize() if extractor.cuda else None
+            times.append(time.time() - began)
+        kept["fills"][name] = {"tokens": sum(lengths), "cold_s": round(times[0], 3), "warm_s": round(times[1], 3)}
+        print(f"  {name:12} {sum(lengths):7,} tokens   cold {times[0]:8.2f} s   warm {times[1]:8.2f} s")
+        if sum(lengths) > o.tokens // 2:
+            kept["tokens_per_sec"] = round(sum(lengths) / times[1], 1)
+    kept["peak_gpu_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2) if extractor.cuda else None
+    extract.write_atomic(work / "warmup.json", json.dumps(kept, indent=1))
+    return kept
+
+
+def main(argv=None):
+    import extract
+
+    @dataclass
+    class Options(extract.Options):
+        if_needed: bool = extract.opt(False, "do nothing where WORK/warmup.json is of this model, shape and environment")
+
+    o = extract.parse_options(argv, Options, __doc__)
+    work = Path(o.work)
+    try:
+        o.data, o.out = o.data or "unused", o.out or "unused"
+        extract.check_options(o)
+        work.mkdir(parents=True, exist_ok=True)
+        with open(work / ".warmup.lock", "w") as lock:  # of several at once, one compiles and the others find it done
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            print(extract.compact(warm(o, work)), flush=True)
+        return 0
+    except (extract.Refused, extract.Failed, Unpackable) as e:
+        print(f"warm-up {'refused' if e.code == 2 else 'failed'}: {e}", flush=True)
+        return e.code
+    except OSError as e:
+        print(f"warm-up refused: {e}", flush=True)
+        return 2
+
+
+if __name__ == "__main__":
+    from warmup import main  # the module that extract.py uses, not a second copy of it
+    sys.exit(main())

@@ -1,0 +1,186 @@
+# Hidden states of a large model for every token of a chat data set, into S3. `make` alone explains.
+# Your own values go into local.mk (untracked), as `MODEL = Qwen/Qwen3.6-27B`, or onto the command line.
+-include local.mk
+
+# MODEL: target model, a directory or a hub id
+MODEL ?=
+# DATA: chat or pre-tokenized JSONL, a file or a directory of them
+DATA ?=
+# OUT: where the states go, s3://bucket/prefix or a directory
+OUT ?=
+# GPUS: shards, one a GPU
+GPUS ?= $(or $(filter-out 0,$(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)),1)
+# WORK: plan, markers, progress, logs of this run
+WORK ?= work
+# STAGE: staging directory, best in memory
+STAGE ?= /dev/shm/hidden-states
+# LAYERS: ids as 1,16,31,46,61, a rule (dflash:5, eagle3), or a drafter's config
+LAYERS ?= dflash:5
+# TOKENS: tokens of a batch
+TOKENS ?= 32768
+# MAX_LEN: tokens of the longest sample, at most TOKENS
+MAX_LEN ?= 4096
+# UPLOADS: `aws s3 cp` processes a shard
+UPLOADS ?= 2
+# UPLOAD_MBPS: megabytes per second of a shard's uploads together, 0 for no limit
+UPLOAD_MBPS ?= 0
+# PORT: port on 127.0.0.1 of the demo's S3 server
+PORT ?= 9123
+# ARGS: more flags for extract.py, as ARGS="--final --dtype fp8"
+ARGS ?=
+# SAMPLES: samples that `make verify` recomputes, or all
+SAMPLES ?= 100
+# SHARD: whose log `make logs` follows
+SHARD ?= 0
+# PY: the Python that runs everything; set it to use an environment of your own instead of .venv
+PY ?= .venv/bin/python
+
+KNOBS := MODEL DATA OUT GPUS WORK STAGE LAYERS TOKENS MAX_LEN UPLOADS UPLOAD_MBPS PORT ARGS SAMPLES SHARD PY
+SHAPE = --model '$(MODEL)' --work '$(WORK)' --layers '$(LAYERS)' --tokens '$(TOKENS)' --max-len '$(MAX_LEN)'
+FLAGS = $(SHAPE) --data '$(DATA)' --out '$(OUT)' --stage '$(STAGE)' --uploads '$(UPLOADS)' \
+        --upload-mbps '$(UPLOAD_MBPS)' --num-shards '$(GPUS)'
+VENV := $(if $(filter file,$(origin PY)),$(if $(filter .venv/bin/python,$(PY)),.venv/.installed))
+HERE = WORK='$(WORK)' STAGE='$(STAGE)' GPUS='$(GPUS)'
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test plan warmup extract status watch logs stop restart clean-shm verify
+
+help:  ## this text
+	@echo 'make TARGET [KNOB=value ...]'
+	echo
+	grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /\1|/' | awk -F'|' '{printf "  %-10s %s\n", $$1, $$2}'
+	echo; echo 'Knobs, with their values now:'
+	$(foreach k,$(KNOBS),printf '  %-12s %-26s %s\n' '$k' '$($k)' "$$(sed -n 's/^# $k: //p' Makefile)";)
+
+.venv/.installed: requirements.txt
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'Python 3.11 or newer is needed'; exit 2; }
+	echo 'Installing requirements.txt into .venv (minutes, once)'
+	python3 -m venv .venv
+	.venv/bin/pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+setup: $(VENV)  ## make .venv and install requirements.txt into it
+	@$(PY) -c 'import torch; print("torch", torch.__version__, "| GPUs:", torch.cuda.device_count())'
+
+# ---- a run
+
+plan: $(VENV)  ## tokenize, fix the batches, print samples, bytes and hours; no GPU, nothing into OUT
+	@$(PY) extract.py $(FLAGS) $(ARGS) --plan-only
+
+warmup: $(VENV)  ## compile and prove the kernels once
+	@$(PY) warmup.py $(SHAPE) $(ARGS)
+
+# Whether a process is a shard of this WORK: pids are reused, and a pid file alone proves nothing.
+define RUNNING
+	ours() {
+	  local w
+	  w=$$(cat /proc/$$1/cmdline 2>/dev/null | tr '\0' '\n')
+	  grep -q 'extract\.py$$' <<<"$$w" || return 1
+	  w=$$(grep -xA1 -e --work <<<"$$w" | tail -n1)
+	  [ "$$(cd /proc/$$1/cwd && readlink -f "$$w")" = "$$(readlink -f '$(WORK)')" ]
+	}
+	running() {
+	  local f p
+	  for f in '$(WORK)'/pids/shard_*.pid; do
+	    p=$$(head -n1 "$$f" 2>/dev/null) || continue
+	    if [[ $$p =~ ^[0-9]+$$ ]] && ours "$$p"; then echo "$$p"; fi
+	  done
+	}
+endef
+
+extract: $(VENV)  ## run GPUS shards in the background and follow them; Ctrl-C leaves them running
+	@$(RUNNING)
+	[[ '$(GPUS)' =~ ^[1-9][0-9]*$$ ]] || { echo 'GPUS=$(GPUS) is not a number of shards'; exit 2; }
+	if [ -n "$$(running)" ]; then
+	  echo "a run of $(WORK) is under way (pids $$(running | xargs)): make status, make stop"; exit 2
+	fi
+	if [ -n "$${CUDA_VISIBLE_DEVICES-}" ]; then IFS=, read -ra devices <<<"$$CUDA_VISIBLE_DEVICES"
+	else devices=($$(nvidia-smi -L 2>/dev/null | sed -n 's/^GPU \([0-9]*\):.*/\1/p' || true)); fi
+	if [ -n "$${CUDA_VISIBLE_DEVICES-x}" ] && (( $${#devices[@]} && $${#devices[@]} < $(GPUS) )); then
+	  echo "GPUS=$(GPUS), but only $${#devices[@]} to see ($${devices[*]}): use GPUS=$${#devices[@]}"; exit 2
+	fi
+	$(PY) extract.py $(FLAGS) $(ARGS) --plan-only
+	CUDA_VISIBLE_DEVICES="$${devices[0]-}" $(PY) warmup.py $(SHAPE) $(ARGS) --if-needed >'$(WORK)/logs/warmup.log' 2>&1 &
+	wait $$! || { tail -n 20 '$(WORK)/logs/warmup.log'; echo 'warm-up failed, no shard was started: $(WORK)/logs/warmup.log'; exit 2; }
+	rm -f '$(WORK)'/progress_shard_*.json '$(WORK)'/pids/shard_*.pid
+	for (( i = 0; i < $(GPUS); i++ )); do
+	  CUDA_VISIBLE_DEVICES="$${devices[i]-}" setsid nohup $(PY) extract.py $(FLAGS) $(ARGS) --shard $$i \
+	    >>'$(WORK)'/logs/shard_$$i.log 2>&1 </dev/null &
+	  echo $$! >'$(WORK)'/pids/shard_$$i.pid
+	done
+	$(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)' --follow --num-shards $(GPUS)
+
+status:  ## a row a shard, the box, one ETA
+	@$(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)'
+
+watch:  ## the same, redrawn
+	@$(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)' --watch
+
+logs:  ## follow the log of shard SHARD
+	@tail -n 50 -F '$(WORK)'/logs/shard_$(SHARD).log
+
+stop:  ## end the shards with TERM and wait for them: they finish their batch and can go on later
+	@$(RUNNING)
+	pids=$$(running)
+	[ -n "$$pids" ] || { echo 'no shard of $(WORK) is running'; exit 0; }
+	echo "asking $$(xargs <<<"$$pids") to stop"
+	kill -TERM $$pids
+	for (( i = 0; i < 600; i++ )); do
+	  [ -n "$$(running)" ] || { echo 'stopped; the same make extract goes on'; exit 0; }
+	  sleep 0.1
+	done
+	echo "still running after 60 s: $$(running | xargs). make stop again ends them at once"; exit 1
+
+clean-shm:  ## remove what this run left in staging; markers stay
+	@$(RUNNING)
+	[ -z "$$(running)" ] || { echo "shards of $(WORK) are running (pids $$(running | xargs)): make stop first"; exit 2; }
+	run=$$($(PY) -c 'import json; print(json.load(open("$(WORK)/plan/plan.json"))["fingerprint"])' 2>/dev/null) ||
+	  { echo 'no plan in $(WORK), so nothing of it is in $(STAGE)'; exit 0; }
+	for f in '$(STAGE)'/$$run/batch_*.safetensors; do
+	  n=$${f##*_}; n=$${n%.safetensors}
+	  if [ -e "$$f" ] && [ ! -e '$(WORK)'/markers/.done_$$n ]; then echo "not uploaded yet, to be computed again: $$f"; fi
+	done
+	rm -rf '$(STAGE)'/$$run
+	echo "staging of $(WORK) is clean"
+
+restart:  ## the clean restart: stop, clean staging, keep markers, go on
+	@$(MAKE) --no-print-directory stop $(HERE)
+	$(MAKE) --no-print-directory clean-shm $(HERE)
+	$(MAKE) --no-print-directory extract
+
+verify: $(VENV)  ## recompute SAMPLES samples of a local OUT alone with plain transformers and compare
+	@$(PY) tests/oracle.py --out '$(OUT)' --model '$(MODEL)' --samples '$(SAMPLES)'
+
+# ---- the project itself
+
+D := $(if $(filter file default,$(origin WORK)),work/demo,$(WORK))
+demo: $(VENV)  ## the whole of it in minutes, no GPU needed: tiny model, 300 chats, a real S3 server, 2 shards, proof
+	@echo '--- a tiny random-weight model and 300 conversations'
+	$(PY) tests/tiny.py '$(D)'
+	echo '--- a real S3 server on 127.0.0.1:$(PORT); its bucket is a directory below $(D)/s3'
+	$(PY) tests/s3.py start --dir '$(D)/s3' --port '$(PORT)' --pid-file '$(D)/s3.pid' --bucket hidden-states
+	trap "$(PY) tests/s3.py stop --pid-file '$(D)/s3.pid'" EXIT
+	environment=$$($(PY) tests/s3.py env --dir '$(D)/s3' --port '$(PORT)'); eval "$$environment"
+	echo '--- plan, warm-up, two shards, uploads by aws s3 cp'
+	export OMP_NUM_THREADS=1
+	if nvidia-smi -L >/dev/null 2>&1; then export CUDA_VISIBLE_DEVICES=0,0; fi  # both shards share the first GPU
+	$(MAKE) --no-print-directory extract MODEL='$(D)/model' DATA='$(D)/chat.jsonl' OUT=s3://hidden-states/run1 WORK='$(D)' \
+	  STAGE='$(STAGE)' GPUS=2 TOKENS=2048 MAX_LEN=1024 LAYERS=dflash:5 UPLOADS=2 UPLOAD_MBPS=0 \
+	  ARGS='--compute-dtype fp32 --dtype fp32'
+	$(PY) tests/s3.py stop --pid-file '$(D)/s3.pid'
+	trap - EXIT
+	echo '--- proof: every sample alone through plain transformers, against the files in the bucket'
+	CUDA_VISIBLE_DEVICES= $(PY) tests/oracle.py --out '$(D)/s3/hidden-states/run1' --model '$(D)/model' \
+	  --data '$(D)/chat.jsonl' --samples all | tee '$(D)/proof.txt'
+	echo '--- what there is now'
+	echo '  $(D)/chat.jsonl, $(D)/model               the input'
+	echo '  $(D)/s3/hidden-states/run1   the bucket: manifest.json, index.parquet, batches/'
+	echo '  $(D)/plan, markers, logs     the work directory; run make demo again: nothing is left to do'
+	echo '--- make status WORK=$(D)'
+	$(PY) monitor.py --work '$(D)' --stage '$(STAGE)'
+	tail -n 1 '$(D)/proof.txt'
+
+test: $(VENV)  ## the project's tests
+	@$(PY) -m pytest -q tests $(ARGS)

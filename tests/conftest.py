@@ -1,0 +1,48 @@
+"""What the tests share: a tiny model with chat data, staging in memory, and an environment that leads nowhere.
+
+Every AWS variable points at a closed port on loopback; a test that needs S3 takes S3Server(...).environ().
+"""
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+for name in [name for name in os.environ if name.startswith(("AWS_", "SLURM_", "CUDA_VISIBLE"))]:
+    del os.environ[name]
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+               "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+               "AWS_ACCESS_KEY_ID": "nobody", "AWS_SECRET_ACCESS_KEY": "nothing",
+               "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
+               "AWS_CONFIG_FILE": "/nonexistent", "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent"}
+
+import pytest
+
+import tiny
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    """model, a tiny one; chat, 60 lines that make 11 batches of 1024 tokens; few, 16 lines that make 3 or 4."""
+    folder = tmp_path_factory.mktemp("tiny")
+    place = SimpleNamespace(model=folder / "model", chat=folder / "chat.jsonl", few=folder / "few.jsonl")
+    tiny.make_model(place.model)
+    tiny.make_chat(place.chat, 60)
+    place.few.write_bytes(b"".join(place.chat.read_bytes().splitlines(True)[:16]))
+    return place
+
+
+@pytest.fixture(scope="session")
+def staging():
+    """Makes directories in memory, as a run's staging is; they are gone at the end."""
+    made = []
+
+    def make():
+        made.append(Path(tempfile.mkdtemp(prefix="hidden-states-test-", dir="/dev/shm")))
+        return made[-1]
+    yield make
+    for folder in made:
+        shutil.rmtree(folder, ignore_errors=True)
