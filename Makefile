@@ -67,7 +67,7 @@ setup: $(VENV)  ## make .venv and install requirements.txt into it
 # ---- a run
 
 plan: $(VENV)  ## tokenize, fix the batches, print samples, bytes and hours; no GPU, nothing into OUT
-	@$(PY) extract.py $(FLAGS) $(ARGS) --plan-only
+	@CUDA_VISIBLE_DEVICES= $(PY) extract.py $(FLAGS) $(ARGS) --plan-only
 
 warmup: $(VENV)  ## compile and prove the kernels once
 	@$(PY) warmup.py $(SHAPE) $(ARGS)
@@ -101,7 +101,7 @@ extract: $(VENV)  ## run GPUS shards in the background and follow them; Ctrl-C l
 	if [ -n "$${CUDA_VISIBLE_DEVICES-x}" ] && (( $${#devices[@]} && $${#devices[@]} < $(GPUS) )); then
 	  echo "GPUS=$(GPUS), but only $${#devices[@]} to see ($${devices[*]}): use GPUS=$${#devices[@]}"; exit 2
 	fi
-	$(PY) extract.py $(FLAGS) $(ARGS) --plan-only
+	CUDA_VISIBLE_DEVICES= $(PY) extract.py $(FLAGS) $(ARGS) --plan-only
 	CUDA_VISIBLE_DEVICES="$${devices[0]-}" $(PY) warmup.py $(SHAPE) $(ARGS) --if-needed >'$(WORK)/logs/warmup.log' 2>&1 &
 	wait $$! || { tail -n 20 '$(WORK)/logs/warmup.log'; echo 'warm-up failed, no shard was started: $(WORK)/logs/warmup.log'; exit 2; }
 	rm -f '$(WORK)'/progress_shard_*.json '$(WORK)'/pids/shard_*.pid

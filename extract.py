@@ -1,23 +1,24 @@
 """Hidden states of a large language model, at chosen layers, for every token of a chat data set.
 
-One process is one shard. `make extract` starts one per GPU; a cluster's scheduler can do the same:
+One process is one shard; `make extract` starts one per GPU, and a cluster's scheduler can do the same:
 
-    python extract.py --model Qwen/Qwen3.6-27B --data chat.jsonl --out s3://bucket/run1 --plan-only
-    python extract.py --model Qwen/Qwen3.6-27B --data chat.jsonl --out s3://bucket/run1 --shard 0 --num-shards 4
+    python extract.py --model Qwen/Qwen3.6-27B --data chat.jsonl --out s3://bucket/run --plan-only
+    python extract.py --model Qwen/Qwen3.6-27B --data chat.jsonl --out s3://bucket/run --shard 0 --num-shards 4
 
-OUT/manifest.json                       what this is; `complete` once every batch is there
-OUT/index.parquet                       a row per sample: id, row, batch, start, length, supervised
-OUT/batches/batch_000123.safetensors    hidden_states [n_tokens, K*H], input_ids and loss_mask [n_tokens],
-                                        cu_seqlens [n+1], sample_index [n]; no padding
-WORK/plan/                              the content of every batch, fixed before the first one is computed
-WORK/markers/.done_000123               batch 123 was seen in OUT with the size that the plan foretold
-WORK/progress_shard_0.json              what `make status` reads
-STAGE/<fingerprint>/                    finished batches on their way to OUT
+OUT/manifest.json                      what this is; `complete` once every batch is there
+OUT/index.parquet                      a row per sample: id, row, batch, start, length, supervised
+OUT/batches/batch_000123.safetensors   hidden_states [n_tokens, K*H], input_ids and loss_mask [n_tokens],
+                                       cu_seqlens [n+1], sample_index [n]; no padding
+WORK/plan/                             the content of every batch, fixed before the first one is computed
+WORK/markers/.done_000123              batch 123 was seen in OUT with the size that the plan foretold
+WORK/progress_shard_0.json             what `make status` reads
+STAGE/<fingerprint>/                   finished batches on their way to OUT
 
-A batch is done when its marker exists. Kill anything at any time: the next start uploads what was staged, computes
-what is missing, and repeats at most the batches that were in flight. RESUME CONTRACT stands where order matters.
-Exit codes: 0 every batch of the shard is in OUT and marked; 1 failed; 2 refused before the model was loaded;
-3 stopped on request, resumable. The kernels that the packed forward needs, and their proof, are in warmup.py.
+A batch is done when its marker exists. Kill anything at any time: the next start uploads what was staged,
+computes what is missing, and repeats at most the batches that were in flight. RESUME CONTRACT stands where
+order matters. Exit codes: 0 every batch of the shard is in OUT and marked; 1 failed; 2 refused before the model
+was loaded; 3 stopped on request, resumable. Elsewhere: the packed kernels and their proof in warmup.py, the way
+to OUT in export.py, progress and the room that is left in monitor.py.
 """
 import argparse
 import errno
@@ -50,12 +51,14 @@ import monitor
 import warmup
 from export import KEY, OutputError, open_output
 from monitor import read_json, write_atomic
+from warmup import Failed, Refused, compact, first_line, sha
 
 CONVENTION = "id L = output of decoder layer L, 0-based = transformers hidden_states[L+1]"
 ASSUMED_RATE = 12_180  # tokens/s of Qwen3.6-27B, layers up to 61, on one H200 (tests/BENCH.md)
-KINDS = {"bf16": ("BF16", torch.bfloat16), "fp32": ("F32", torch.float32), "fp8": ("F8_E4M3", torch.float8_e4m3fn)}
+KINDS = {"bf16": ("BF16", torch.bfloat16), "fp32": ("F32", torch.float32),
+         "fp8": ("F8_E4M3", torch.float8_e4m3fn)}  # --dtype: safetensors' name, torch's
 
-# ------------------------------------------------------------------------------------------------------ options
+# ---------------------------------------------------------------------------------------------------- options
 def opt(default, help, low=None, high=None, choices=None):
     return field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices})
 
@@ -67,10 +70,9 @@ class Options:
     out: str = opt("", "where the states go: s3://bucket/prefix or a local directory")
     work: str = opt("work", "work directory: plan, markers, progress, logs")
     stage: str = opt("/dev/shm/hidden-states", "staging directory, best in memory")
-    shard: str = opt("0", "this shard's number, from 0; auto: from Slurm's, Kubernetes' or torchrun's variables")
-    num_shards: int = opt(1, "number of shards: shard i takes the batches with batch mod num_shards = i", 1, 10**5)
-    layers: str = opt("dflash:5", "0-based layer ids as 1,16,31,46,61, a rule (dflash:N, eagle3), or the path of a "
-                                  "drafter config that has target_layer_ids")
+    shard: str = opt("0", "number of this shard, from 0; auto: as Slurm, Kubernetes or torchrun number it")
+    num_shards: int = opt(1, "shards; shard i takes the batches with batch mod num_shards = i", 1, 10**5)
+    layers: str = opt("dflash:5", "0-based ids as 1,16,31,46,61, or dflash:N, eagle3, or a drafter's config")
     final: bool = opt(False, "store the last layer's output before the final norm, too")
     dtype: str = opt("bf16", "how states are stored", choices=("bf16", "fp32", "fp8"))
     compute_dtype: str = opt("bf16", "how the model runs", choices=("bf16", "fp32"))
@@ -83,31 +85,29 @@ class Options:
     plan_workers: int = opt(0, "processes that tokenize; 0: one a core, 16 at most", 0, 512)
     plan_only: bool = opt(False, "plan, print the estimate and stop; nothing is written to OUT")
     uploads: int = opt(2, "`aws s3 cp` processes at a time", 1, 16)
-    upload_mbps: float = opt(0.0, "this shard's uploads together, in megabytes per second; 0: no limit", 0, 1e6)
-    upload_min_mbps: float = opt(5.0, "an upload slower than this is ended, in megabytes per second", 0.001, 1e6)
-    upload_attempts: int = opt(5, "tries at one upload, then its file stays in staging for the next start", 1, 100)
+    upload_mbps: float = opt(0.0, "megabytes per second of all uploads together; 0: no limit", 0, 1e6)
+    upload_min_mbps: float = opt(5.0, "megabytes per second under which an upload is ended", 0.001, 1e6)
+    upload_attempts: int = opt(5, "tries at an upload; then the file waits for the next start", 1, 100)
     forward_tokens: int = opt(0, "tokens of a forward, where --tokens do not fit; 0: --tokens", 0, 1 << 20)
-    samples_per_forward: int = opt(0, "samples of a forward; 1 for models that cannot be packed; 0: no limit", 0, 10**6)
-    skip_bad: bool = opt(False, "zeros and no mask for samples with NaN, Inf or constant states, which else end the run")
+    samples_per_forward: int = opt(0, "samples of a forward; 1 for what cannot be packed; 0: any", 0, 10**6)
+    skip_bad: bool = opt(False, "zeros and no mask for samples with bad numbers, which else end the run")
     allow_slow: bool = opt(False, "on a GPU, run without the fast kernels")
     eager: bool = opt(False, "on a GPU, do not compile the layers")
 
-class Refused(Exception):
-    code = 2  # before the model was loaded: bad flag, input or environment
-
-class Failed(Exception):
-    code = 1
-
 class Stopped(Exception):
     code = 3
+
+def flag(name):
+    return "--" + name.replace("_", "-")
 
 def parse_options(argv=None, cls=Options, doc=__doc__):
     """Command line -> cls; argparse ends the process with 2 on a bad flag."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for f in fields(cls):
-        kind = {"action": "store_true"} if f.type is bool else {"type": f.type, "choices": f.metadata["choices"]}
+        more = {"type": f.type, "choices": f.metadata["choices"]}
+        more = {"action": "store_true"} if f.type is bool else more
         shown = f" (default: {f.default})" if f.default not in ("", False) else ""
-        parser.add_argument(f"--{f.name.replace('_', '-')}", default=f.default, help=f.metadata["help"] + shown, **kind)
+        parser.add_argument(flag(f.name), default=f.default, help=f.metadata["help"] + shown, **more)
     return cls(**vars(parser.parse_args(argv)))
 
 def own_shard(o):
@@ -118,56 +118,49 @@ def own_shard(o):
         if o.shard == "auto" and env(index):
             o.shard, o.num_shards = env(index), int(env(count) or o.num_shards)
     if not o.shard.isdecimal() or int(o.shard) >= o.num_shards:
-        raise Refused(f"--shard {o.shard} is not from 0 to {o.num_shards - 1}, with --num-shards {o.num_shards}")
+        raise Refused(f"--shard {o.shard}: with --num-shards {o.num_shards} it is 0 to {o.num_shards - 1}")
     o.shard = int(o.shard)
 
 def check_options(o):
     """What argparse cannot tell. Raises Refused."""
     for f in fields(o):
-        if f.metadata["low"] is not None and not f.metadata["low"] <= getattr(o, f.name) <= f.metadata["high"]:
-            raise Refused(f"--{f.name.replace('_', '-')} {getattr(o, f.name)} is not from {f.metadata['low']} to "
-                          f"{f.metadata['high']:,.0f}")
+        value, low, high = getattr(o, f.name), f.metadata["low"], f.metadata["high"]
+        if low is not None and not low <= value <= high:
+            raise Refused(f"{flag(f.name)} {value} is not from {low} to {high:,.0f}")
     for name in ("model", "data", "out"):
         if not getattr(o, name):
-            raise Refused(f"--{name} is missing ({name.upper()}= for make): see `make help`, `python extract.py --help`")
+            raise Refused(f"--{name} ({name.upper()}= for make) is missing. `make help` explains")
     if o.max_len > o.tokens:
-        raise Refused(f"--max-len {o.max_len} is above --tokens {o.tokens}: a sample must fit into a batch. Change one")
+        raise Refused(f"--max-len {o.max_len} is above --tokens {o.tokens}: a sample must fit into a batch")
     if 0 < o.forward_tokens < o.max_len:
-        raise Refused(f"--forward-tokens {o.forward_tokens} is below --max-len {o.max_len}: use {o.max_len} or more")
+        raise Refused(f"--forward-tokens {o.forward_tokens} is below --max-len {o.max_len}")
     try:
         assert isinstance(json.loads(o.template_args), dict)
     except (ValueError, AssertionError):
-        raise Refused(f"--template-args {o.template_args} is no JSON object, as {{\"enable_thinking\": false}} is") from None
+        raise Refused(f"--template-args {o.template_args} is no JSON object like "
+                      '{"enable_thinking": false}') from None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible and not torch.cuda.is_available():
-        raise Refused(f"torch {torch.__version__} sees no GPU under CUDA_VISIBLE_DEVICES={visible}: look at nvidia-smi; "
-                      "empty, it means to run on the CPU")
-
-def compact(value):
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-def sha(*parts):
-    return hashlib.sha256(b"\0".join(p if isinstance(p, bytes) else str(p).encode() for p in parts)).hexdigest()[:16]
-
-def first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise Refused(f"torch {torch.__version__} sees no GPU under CUDA_VISIBLE_DEVICES={visible}. Look at "
+                      "nvidia-smi; empty, it means the CPU")
 
 def say(text):
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
-# --------------------------------------------------------------------------------- data: chat to tokens and mask
+# ------------------------------------------------------------------------------ data: chat to tokens and mask
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "user": "user", "assistant": "assistant",
          "system": "system", "tool": "tool"}  # ShareGPT's `from`
-BEGIN, END = "\ue000", "\ue001"  # private-use characters: they mark places in a rendering, and no data has them
+BEGIN, END = "\ue000", "\ue001"  # private-use characters that mark places in a rendering
 
 class Skip(Exception):
     """One sample is left out: Skip(reason, detail), and with its id once that is known."""
 
 def as_text(content):
     """A message's content -> str; a list of text parts equals the plain string."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": "" if content is None else content}]
+    parts = content if isinstance(content, list) else [{"text": "" if content is None else content}]
     for part in parts:
-        if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part["text"], str):
+        text = isinstance(part, dict) and part.get("type", "text") == "text" and part.get("text")
+        if not isinstance(text, str):
             raise Skip("unsupported_content", f"content that is not text: {compact(part)[:80]}")
     return "".join(part["text"] for part in parts)
 
@@ -181,7 +174,8 @@ def conversation(record):
             if turn.get("from") not in ROLES:
                 raise Skip("unreadable", f"unknown speaker {turn.get('from')!r}")
             turn = turn | {"role": ROLES[turn["from"]], "content": turn.get("value")}
-        turn = {k: v for k, v in turn.items() if k not in ("from", "value")} | {"content": as_text(turn.get("content"))}
+        turn = {k: v for k, v in turn.items() if k not in ("from", "value")}
+        turn["content"] = as_text(turn.get("content"))
         if turn.get("tool_calls"):  # arguments as a dict and as its JSON text are the same call
             for call in (c.get("function", c) for c in turn["tool_calls"]):
                 if isinstance(call.get("arguments"), str):
@@ -193,20 +187,21 @@ def conversation(record):
     return messages, json.loads(tools) if isinstance(tools, str) else tools
 
 def marked(message):
-    """The message with BEGIN and END about the heart of its text: inside of white space, outer tags and thinking, so
-    that a template which trims, looks for a tag or takes thinking away still renders it as before."""
+    """The message with BEGIN and END about the heart of its text: inside of white space, outer tags and
+    thinking, so that a template which trims, looks for a tag or takes thinking away renders it as before."""
     lead, heart, tail = re.fullmatch(r"(\s*(?:.*</think>\s*)?(?:<\w+>\s*)?)(.*?)((?:\s*</\w+>)?\s*)",
                                      message["content"], re.DOTALL).groups()
     return message | {"content": lead + BEGIN + heart + END + tail} if heart else message
 
 class Encoder:
-    """Turns one line of data into token ids and a loss mask, with the model's own tokenizer and chat template.
+    """One line of data -> token ids and loss mask, by the model's own tokenizer and chat template.
 
     The mask marks what the model would have generated: what follows the generation prompt, up to and with the
-    end-of-turn token. A template with {% generation %} says so itself. With any other, the conversation is rendered
-    once more with marks about each message's text, which tell template from data: a turn starts after the first
-    generation prompt (or the part of it that an earlier turn keeps) behind the previous message's text, and ends
-    with the last end-of-turn before the next one's. A turn not found so is not supervised, and counted.
+    end-of-turn token. A template with {% generation %} says so itself. With any other, the conversation is
+    rendered once more with marks about each message's text, which tell template from data: a turn starts
+    after the first generation prompt (or the part of it that an earlier turn keeps) behind the previous
+    message's text, and ends with the last end-of-turn before the next one's. A turn that is not found so is
+    not supervised, and counted.
     """
 
     def __init__(self, o, path, vocab_size):
@@ -230,22 +225,24 @@ class Encoder:
             special = [b for i, (_, b) in zip(coded["input_ids"], coded["offset_mapping"])
                        if i in self.tokenizer.added_tokens_decoder]
             self.end, prompt = tail[:special[0]] if special else tail, self.prompt(pair[:1], None)
-            self.header = next((prompt[:k] for k in range(len(prompt), 0, -1) if before.endswith(prompt[:k])), before)
+            kept = (prompt[:k] for k in range(len(prompt), 0, -1))
+            self.header = next((part for part in kept if before.endswith(part)), before)
         except (Skip, ValueError):
             pass  # no turn can be located with this template: every sample says so
 
     def render(self, messages, tools, **more):
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **self.args | more)
+            return self.tokenizer.apply_chat_template(messages, tools, tokenize=False, **self.args | more)
         except Exception as e:
             raise Skip("template_refused", first_line(e)) from None
 
     def prompt(self, messages, tools):
-        without, whole = self.render(messages, tools), self.render(messages, tools, add_generation_prompt=True)
+        without = self.render(messages, tools)
+        whole = self.render(messages, tools, add_generation_prompt=True)
         return whole[len(without):] if whole.startswith(without) else ""
 
     def turns(self, messages, tools, text):
-        """Characters (begin, end) of the rendering that the model would have generated, or None, for each turn."""
+        """Characters (begin, end) of each turn that the model would have generated, or None."""
         wanted = [j for j, m in enumerate(messages) if m["role"] == "assistant"]
         has = [marked(m) is not m for m in messages]
         try:
@@ -254,10 +251,11 @@ class Encoder:
         except Skip:
             return [None for _ in wanted]
         places = np.cumsum([0] + [len(p) for p in pieces[::2]]).tolist()  # 0, one a mark, the end
-        sound = self.end and self.header and "".join(pieces[::2]) == text and pieces[1::2] == [BEGIN, END] * sum(has)
+        sound = self.end and self.header and "".join(pieces[::2]) == text
+        sound = sound and pieces[1::2] == [BEGIN, END] * sum(has)
         found = []
         for j in wanted:
-            near = [i for i in (j - 1, j + 1) if 0 <= i < len(messages) and messages[i]["role"] == "assistant"]
+            near = {j - 1, j + 1}.intersection(wanted)  # two turns without a message between need their marks
             if not sound or not all(has[i] for i in near):
                 found.append(None)
                 continue
@@ -288,35 +286,37 @@ class Encoder:
     def pretokenized(self, record):
         ids, mask = record["input_ids"], record.get("loss_mask")
         mask = [1] * len(ids) if mask is None else mask
-        if not isinstance(ids, list) or not isinstance(mask, list) or not all(type(i) is int for i in ids + mask):
+        if not all(isinstance(x, list) and all(type(i) is int for i in x) for x in (ids, mask)):
             raise Skip("unreadable", "input_ids and loss_mask must be lists of integers")
         if len(mask) != len(ids) or not set(mask) <= {0, 1}:
-            raise Skip("unreadable", f"loss_mask of {len(mask)} values, {len(ids)} input_ids; values {set(mask)}"[:200])
+            values = str(sorted(set(mask)))[:40]
+            raise Skip("unreadable", f"loss_mask of {len(mask)} values {values}, {len(ids)} input_ids")
         return ids, mask, 0
 
     def encode(self, line):
-        """bytes -> (id or None, ids int32 [n], mask uint8 [n], turns not located). Raises Skip(reason, detail, id)."""
+        """bytes -> (id or None, ids int32 [n], mask uint8 [n], turns lost); raises Skip(reason, detail, id)"""
         name, o = None, self.o
         try:
             record = json.loads(line)
-            name = next((str(record[k]) for k in ("id", "conversation_id", "uuid") if record.get(k) is not None), None)
+            names = [record.get(key) for key in ("id", "conversation_id", "uuid")]
+            name = next((str(n) for n in names if n is not None), None)
             if "input_ids" not in record and not self.tokenizer:
                 self.load()
             ids, mask, lost = (self.pretokenized if "input_ids" in record else self.chat)(record)
             n, ids, mask = len(ids), np.array(ids[:o.max_len], np.int64), np.array(mask[:o.max_len], np.uint8)
             low, high = (ids.min(), ids.max()) if n else (0, 0)
             for wrong, reason, detail in (
-                    (n > o.max_len and o.overlong == "skip", "too_long", f"{n} tokens, --max-len {o.max_len}"),
-                    (n < o.min_len, "too_short", f"{n} tokens, --min-len {o.min_len}"),
-                    (low < 0 or high >= self.vocab_size, "id_out_of_range", f"ids {low} to {high} of {self.vocab_size}"),
-                    (mask.sum() < o.min_supervised, "nothing_supervised", f"{mask.sum()} tokens; {lost} turns lost")):
+                    (n > o.max_len and o.overlong == "skip", "too_long", f"{n} tokens"),
+                    (n < o.min_len, "too_short", f"{n} tokens"),
+                    (low < 0 or high >= self.vocab_size, "id_out_of_range", f"{low} to {high}"),
+                    (mask.sum() < o.min_supervised, "nothing_supervised", f"{lost} turns were not located")):
                 if wrong:
                     raise Skip(reason, detail)
             return name, ids.astype(np.int32), mask, lost
         except Skip as e:
             raise Skip(*e.args, name) from None
         except (ValueError, RecursionError, AttributeError, TypeError, KeyError, OverflowError) as e:
-            raise Skip("unreadable", first_line(e), name) from None  # not JSON, not UTF-8, a lone surrogate, …
+            raise Skip("unreadable", first_line(e), name) from None  # no JSON, no UTF-8, a lone surrogate
 
 def start_encoder(*args):
     global ENCODER
@@ -333,51 +333,12 @@ def encode_lines(chunk):
             return e
     return [(row, number, one(line)) for row, number, line in chunk]
 
-# ----------------------------------------------------------------------------------------------------- the plan
+# --------------------------------------------------------------------------------------------------- the plan
 SAMPLE = np.dtype([("row", "i8"), ("offset", "i8"), ("length", "i4"), ("supervised", "i4"), ("batch", "i4"),
                    ("start", "i4")])  # offset: first token in tokens.bin; start: first token in the batch
 
-def model_directory(name):
-    """Directory of a model; a hub id is downloaded. Raises Refused."""
-    try:
-        path = Path(name).expanduser()
-        if not path.exists():
-            from huggingface_hub import snapshot_download
-            kinds = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-            path = Path(snapshot_download(name, allow_patterns=kinds))
-        assert (path / "config.json").is_file() and list(path.glob("*.safetensors")), "no config.json and *.safetensors"
-        return path.resolve()
-    except Exception as e:
-        raise Refused(f"--model {name} is no model directory, and not to be had from the hub: {first_line(e)}") from None
-
-def text_config(path):
-    from transformers import AutoConfig
-    try:
-        return AutoConfig.from_pretrained(path).get_text_config()
-    except Exception as e:
-        raise Refused(f"{path}/config.json cannot be used: {first_line(e)}") from None
-
-def layer_ids(rule, depth):
-    """`--layers` and the number of decoder layers -> ids in the order asked for. Raises Refused.
-
-    dflash:N is round(1 + i*(depth-4)/(N-1)), as z-lab counts; eagle3 is 1, depth//2-1, depth-4.
-    """
-    ids, n = [], int(rule[7:]) if re.fullmatch(r"dflash:\d{1,4}", rule) else 0
-    if Path(rule).exists():
-        config = read_json(Path(rule) / "config.json" if Path(rule).is_dir() else Path(rule)) or {}
-        ids = (config.get("dflash_config") or config).get("target_layer_ids", [])
-    elif re.fullmatch(r"\d+(,\d+)*", rule):
-        ids = [int(i) for i in rule.split(",")]
-    elif n or rule == "eagle3":
-        ids = [1, depth // 2 - 1, depth - 4] if not n else [depth // 2] if n == 1 else [
-            round(1 + i * (depth - 4) / (n - 1)) for i in range(n)]
-    if not ids or not all(type(i) is int and 0 <= i < depth for i in ids):
-        raise Refused(f"--layers {rule} gives {ids or 'no ids'}: this model has layers 0 to {depth - 1}. Give ids as "
-                      "1,16,31, a rule (dflash:5, eagle3), or a drafter config that has dflash_config.target_layer_ids")
-    return ids
-
 def read_lines(files):
-    """(row, line number, bytes); row counts the lines of all files from 0, blank ones too, which are passed over."""
+    """(row, line number, bytes); rows count all lines of all files from 0; blank ones are left out."""
     row = 0
     for file in files:
         with open(file, "rb") as f:
@@ -386,17 +347,6 @@ def read_lines(files):
                     yield row, number, line
                 row += 1
 
-def model_parts(path):
-    """Content of a model without reading it all: config, every safetensors header, first and last MB of each file."""
-    config = json.loads((path / "config.json").read_bytes())
-    yield compact({k: v for k, v in config.items() if k not in ("transformers_version", "_name_or_path")})
-    for file in sorted(path.glob("*.safetensors")):
-        with open(file, "rb") as f:
-            yield f.read(int.from_bytes(f.read(8), "little") % (1 << 28))
-            yield f.read(1 << 20)
-            f.seek(max(0, file.stat().st_size - (1 << 20)))
-            yield f.read()
-
 def file_hash(path):
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").digest()
@@ -404,11 +354,13 @@ def file_hash(path):
 def determined_by(o, path, data, layers, final):
     """Everything that the content of the output depends on, by name; its hash is the fingerprint."""
     settings = read_json(path / "tokenizer_config.json") or {}
-    template = [f.read_bytes() for f in sorted(path.glob("chat_template.*"))] or [settings.pop("chat_template", None)]
+    template = [f.read_bytes() for f in sorted(path.glob("chat_template.*"))]
+    template = template or [settings.pop("chat_template", None)]
     tokenizer = [f.read_bytes() for f in sorted([*path.glob("tokenizer.*"), *path.glob("vocab.*")])]
-    same = ("dtype", "compute_dtype", "tokens", "max_len", "overlong", "min_len", "min_supervised", "template_args")
-    return {"weights": sha(*model_parts(path)), "data": data, "tokenizer": sha(compact(settings), *tokenizer),
-            "chat_template": sha(*template), "layers": layers, "final": final} | {k: getattr(o, k) for k in same}
+    same = "dtype compute_dtype tokens max_len overlong min_len min_supervised template_args".split()
+    return {"weights": sha(*warmup.model_parts(path)), "tokenizer": sha(compact(settings), *tokenizer),
+            "chat_template": sha(*template), "data": data, "layers": layers, "final": final} | {
+            name: getattr(o, name) for name in same}
 
 def pack(lengths, capacity, window=8):
     """First-fit over a bounded window of open batches, in the order given: lengths -> batches, int32 [n]."""
@@ -429,7 +381,7 @@ class Plan:
 
     def __init__(self, directory):
         self.known = read_json(directory / "plan.json")
-        self.__dict__.update(self.known)  # fingerprint and what determines it, model, hidden_size, counts, out
+        self.__dict__.update(self.known)  # fingerprint, what determines it, model, counts, …
         self.samples = np.load(directory / "samples.npy", mmap_mode="r")  # SAMPLE, by batch and start
         self.input_ids = np.memmap(directory / "tokens.bin", "i4", "r")
         self.loss_mask = np.memmap(directory / "loss_mask.bin", "u1", "r")
@@ -455,13 +407,14 @@ class Plan:
     def layout(self, batch):
         """(safetensors header, tensor names in order, bytes of the file) of a batch before it is made."""
         t, n = int(self.batch_tokens[batch]), len(self.rows(batch))
-        tensors = {"sample_index": ("I64", 8, [n]), "cu_seqlens": ("I32", 4, [n + 1]), "input_ids": ("I32", 4, [t]),
-                   "loss_mask": ("U8", 1, [t])}
+        tensors = {"sample_index": ("I64", 8, [n]), "cu_seqlens": ("I32", 4, [n + 1]),
+                   "input_ids": ("I32", 4, [t]), "loss_mask": ("U8", 1, [t])}
         names = {kind: name for name, kind in KINDS.values()}
         tensors |= {k: (names[kind], kind.itemsize, [t, wide]) for k, (wide, kind) in self.states().items()}
-        meta = {"batch": batch, "convention": CONVENTION, "fingerprint": self.fingerprint, "layers": self.layers}
+        meta = {k: self.known[k] for k in ("convention", "fingerprint", "layers")} | {"batch": batch}
         header, offset = {"__metadata__": {"meta": compact(meta)}}, 0
-        for name, (kind, size, shape) in sorted(tensors.items(), key=lambda item: -item[1][1]):  # wide types first: aligned
+        # wide types first, so that every tensor is aligned
+        for name, (kind, size, shape) in sorted(tensors.items(), key=lambda item: -item[1][1]):
             end = offset + size * int(np.prod(shape))
             header[name], offset = {"dtype": kind, "shape": shape, "data_offsets": [offset, end]}, end
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -469,19 +422,22 @@ class Plan:
         return len(text).to_bytes(8, "little") + text, list(header)[1:], 8 + len(text) + offset
 
 def tokenize(o, path, vocab_size, files, directory):
-    """All lines -> tokens.bin, loss_mask.bin, skipped.jsonl. Returns (SAMPLE [n] in the data's order, ids, counts)."""
+    """The data -> tokens.bin, loss_mask.bin, skipped.jsonl; returns (SAMPLE [n], ids, counts), in its order."""
     from tqdm import tqdm
     samples, names, skipped, lost, offset, pending = [], [], Counter(), 0, 0, deque()
-    workers, lines, encoder = o.plan_workers or min(16, os.cpu_count()), read_lines(files), (o, path, vocab_size)
-    large = workers > 1 and sum(f.stat().st_size for f in files) > 8 << 20  # less is done before processes have started
+    workers, lines = o.plan_workers or min(16, os.cpu_count()), read_lines(files)
+    encoder = o, path, vocab_size
     start_encoder(*encoder)
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_encoder, encoder) if large else None
+    pool, spawn = None, multiprocessing.get_context("spawn")
+    if workers > 1 and sum(f.stat().st_size for f in files) > 8 << 20:  # less is done before they start
+        pool = ProcessPoolExecutor(workers, spawn, start_encoder, encoder)
     with pool or nullcontext(), open(directory / "tokens.bin", "wb") as tokens, \
             open(directory / "loss_mask.bin", "wb") as masks, open(directory / "skipped.jsonl", "w") as out, \
             tqdm(desc="tokenize", unit=" samples", mininterval=5) as bar:
         while True:
-            while len(pending) < 3 * workers and (chunk := list(islice(lines, 512))):  # data may exceed memory
-                pending.append(pool.submit(encode_lines, chunk).result if pool else partial(encode_lines, chunk))
+            while len(pending) < 3 * workers and (chunk := list(islice(lines, 512))):  # not all of it
+                todo = pool.submit(encode_lines, chunk).result if pool else partial(encode_lines, chunk)
+                pending.append(todo)
             if not pending:
                 break
             for row, number, result in pending.popleft()():
@@ -515,10 +471,11 @@ def make_plan(o, path, vocab_size, files, directory, known):
     before = np.cumsum(samples["length"], dtype=np.int64) - samples["length"]
     samples["start"] = before - before[np.searchsorted(samples["batch"], samples["batch"])]
     np.save(directory / "samples.npy", samples)
-    pq.write_table(pa.table({"id": [names[i] for i in order]} | {
-        name: samples[name] for name in ("row", "batch", "start", "length", "supervised")}), directory / "index.parquet")
-    known["counts"] = counts | {"samples": len(samples), "batches": int(samples["batch"][-1]) + 1} | {
-        name: int(samples[of].sum(dtype=np.int64)) for name, of in (("tokens", "length"), ("supervised", "supervised"))}
+    index = {name: samples[name] for name in ("row", "batch", "start", "length", "supervised")}
+    pq.write_table(pa.table({"id": [names[i] for i in order]} | index), directory / "index.parquet")
+    known["counts"] = counts | {
+        "samples": len(samples), "batches": int(samples["batch"][-1]) + 1,
+        "tokens": int(samples["length"].sum(dtype="i8")), "supervised": int(samples["supervised"].sum(dtype="i8"))}
     for whole in (False, True):  # the second time with sizes, which come from the first
         write_atomic(directory / "plan.json", json.dumps(known | {"whole": whole}, indent=1))
         plan = Plan(directory)
@@ -527,20 +484,22 @@ def make_plan(o, path, vocab_size, files, directory, known):
     return plan
 
 def get_plan(o, work, path, output):
-    """The plan of WORK, made by whichever shard comes first. Raises Refused where WORK or OUT hold another run."""
-    data, directory, config = Path(o.data), work / "plan", text_config(path)
+    """The plan of WORK, made by the shard that comes first. Raises Refused where WORK or OUT hold another."""
+    data, directory, config = Path(o.data), work / "plan", warmup.text_config(path)
     if (slow := warmup.slow_kernels(config)) and not o.allow_slow:
         raise Refused(slow)
     files = sorted(data.rglob("*.jsonl")) if data.is_dir() else [data] * data.is_file()
     if not sum(f.stat().st_size for f in files):
-        raise Refused(f"--data {o.data}: {'no line of data in it' if data.exists() else 'no such file or directory'}")
-    layers, final = layer_ids(o.layers, config.num_hidden_layers), o.final or o.layers == "eagle3"
-    inputs = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+        raise Refused(f"--data {o.data}: " + ("no *.jsonl data in it" if data.exists() else "no such file"))
+    layers, final = warmup.layer_ids(o.layers, config.num_hidden_layers), o.final or o.layers == "eagle3"
+    inputs = [[f.name, *stamp(f)] for f in files]
     with open(directory / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it however this process ends
-        old, there = read_json(directory / "plan.json") or {}, json.loads(output.read("manifest.json") or "{}")
+        there = json.loads(output.read("manifest.json") or "{}")
+        old = read_json(directory / "plan.json") or {}
         old, begun = old if old.get("whole") else {}, any((work / "markers").glob(".done_*"))
-        now = determined_by(o, path, old["data"] if old.get("inputs") == inputs else sha(*map(file_hash, files)), layers, final)
+        data = old["data"] if old.get("inputs") == inputs else sha(*map(file_hash, files))
+        now = determined_by(o, path, data, layers, final)
         known = now | {"fingerprint": sha(compact(now)), "model": o.model, "hidden_size": config.hidden_size,
                        "convention": CONVENTION, "out": str(output), "inputs": inputs}
         for place, was in ((f"OUT {output}", there), (f"WORK {work}", old if begun else {})):
@@ -548,59 +507,66 @@ def get_plan(o, work, path, output):
                 what = "; ".join(f"{k} was {was.get(k)}, now {now[k]}" for k in now if was.get(k) != now[k])
                 raise Refused(f"{place} holds another run. What differs: {what}. Use another OUT and WORK")
         if begun and old.get("out") != str(output):
-            raise Refused(f"the markers in WORK {work} speak of OUT {old.get('out')}. Use another WORK for {output}")
+            raise Refused(f"the markers in WORK {work} are of OUT {old.get('out')}. Use another WORK for {output}")
         current = old.get("fingerprint") == known["fingerprint"] and old["out"] == str(output)
         plan = Plan(directory) if current else make_plan(o, path, config.vocab_size, files, directory, known)
-        if not there and not o.plan_only:  # which also proves that OUT can be written, before any GPU is touched
+        if not there and not o.plan_only:  # which also proves that OUT takes files, before any GPU is touched
             output.write("index.parquet", (directory / "index.parquet").read_bytes())
             output.write("manifest.json", manifest(plan))
     return plan
 
 def manifest(plan, excluded=None, complete=False):
     import transformers
-    return json.dumps({k: v for k, v in plan.known.items() if k not in ("inputs", "out", "whole")} | {
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__}, "excluded": excluded or {},
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "complete": complete}, indent=1)
+    record = {"versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+              "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+              "excluded": excluded or {}, "complete": complete}
+    local = ("inputs", "out", "whole")
+    return json.dumps({k: v for k, v in plan.known.items() if k not in local} | record, indent=1)
 
 def print_estimate(o, plan, work, stage):
     c, measured = plan.counts, (read_json(work / "warmup.json") or {}).get("tokens_per_sec")
     rate = measured or ASSUMED_RATE
-    say(f"plan {plan.fingerprint}: {c['samples']:,} samples, {c['tokens']:,} tokens ({c['supervised']:,} supervised); "
-        f"{c['skipped']:,} samples skipped {c['skipped_by_reason'] or ''}, {c['turns_lost']:,} turns not located")
+    say(f"plan {plan.fingerprint}: {c['samples']:,} samples, {c['tokens']:,} tokens ({c['supervised']:,} supervised), "
+        f"{c['turns_lost']:,} turns not located")
+    if c["skipped"]:
+        say(f"{c['skipped']:,} samples skipped: {c['skipped_by_reason']}; see {work / 'plan' / 'skipped.jsonl'}")
     say(f"layers {plan.layers}{' and the final state' * plan.final}: {CONVENTION}")
     say(f"{c['batches']:,} batches, {c['tokens'] / c['batches'] / o.tokens:.1%} of {o.tokens:,} tokens full: "
         f"{c['bytes'] / 1e9:,.2f} GB ({c['bytes'] / c['tokens']:,.0f} bytes a token) into {plan.out}")
-    say(f"room in {o.stage}: {stage.capacity() / 1e9:,.2f} GB; a batch takes up to {c['largest'] / 1e9:.3f} GB")
-    say(f"{c['tokens'] / rate / o.num_shards / 3600:,.2f} hours on {o.num_shards} shards at {rate:,.0f} tokens/s each, "
-        + ("as warm-up measured" if measured else "assumed, as Qwen3.6-27B on one H200: `make warmup` measures"))
+    say(f"{stage.capacity() / 1e9:,.2f} GB of room in {o.stage}, a batch takes up to {c['largest'] / 1e9:.3f} GB")
+    whence = "as warm-up measured" if measured else "assumed, Qwen3.6-27B on one H200; `make warmup` measures"
+    hours = c["tokens"] / rate / o.num_shards / 3600
+    say(f"{hours:,.2f} hours with {o.num_shards} shards, at {rate:,.0f} tokens/s each ({whence})")
 
-# --------------------------------------------------------------------------------------------- model and forward
+# ------------------------------------------------------------------------------------------ model and forward
 class Slot:
-    """One batch's states: buffers on the device and, for the one copy, pinned ones on the host (on a CPU the same)."""
+    """One batch's states: buffers on the device and, for the one copy, pinned ones on the host."""
 
     def __init__(self, plan, tokens, device):
         cuda, captures = device.type == "cuda", len(plan.layers) + plan.final
-        shapes = plan.states() | {"range": (2 * captures, torch.float32)}  # least and greatest value of every state
-        self.device = {k: torch.empty(tokens, wide, dtype=t, device=device) for k, (wide, t) in shapes.items()}
-        self.host = {k: torch.empty_like(t, device="cpu", pin_memory=cuda) if cuda else t for k, t in self.device.items()}
-        self.began, self.ended, self.copied = (torch.cuda.Event(enable_timing=True) if cuda else None for _ in range(3))
+        shapes = plan.states() | {"range": (2 * captures, torch.float32)}  # least and greatest of every state
+        self.device = {k: torch.empty(tokens, n, dtype=t, device=device) for k, (n, t) in shapes.items()}
+        self.host = self.device if not cuda else {
+            k: torch.empty_like(t, device="cpu", pin_memory=True) for k, t in self.device.items()}
+        self.began, self.ended, self.copied = (cuda and torch.cuda.Event(True) for _ in "123")
 
     def store(self, column, row, states):
-        """states [n, H] of one capture (after the layers: the final state) -> rows from `row` on, cast on the device."""
+        """states [n, H] of a capture (with --final the last is the final state) -> rows from `row` on, cast."""
         n, h = states.shape
         rows, at, into = slice(row, row + n), slice(column * h, (column + 1) * h), self.device
-        into["range"][rows, 2 * column:2 * column + 2] = torch.stack(torch.aminmax(states, dim=-1), -1).float()
+        into["range"][rows, 2 * column:2 * column + 2] = torch.stack(torch.aminmax(states, dim=-1), -1)
         if at.start >= into["hidden_states"].shape[1]:
             into["last_hidden_state"][rows] = states
         elif "hidden_states_scale" not in into:
             into["hidden_states"][rows, at] = states
         else:  # a scale for each token and layer brings its largest value to the end of e4m3's range
-            scale = (states.float().abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max).clamp(min=1e-30)
+            fp8 = torch.float8_e4m3fn
+            scale = (states.float().abs().amax(-1, keepdim=True) / torch.finfo(fp8).max).clamp(min=1e-30)
             into["hidden_states_scale"][rows, column] = scale[:, 0]
-            into["hidden_states"][rows, at] = (states.float() / scale).to(torch.float8_e4m3fn)
+            into["hidden_states"][rows, at] = (states.float() / scale).to(fp8)
 
 class Extractor:
-    """The text decoder of a model, cut after the last captured layer; batch() leaves a batch's states in a Slot."""
+    """The text decoder of a model, cut after the last captured layer; batch() leaves its states in a Slot."""
 
     def __init__(self, o, path, plan):
         """Weights to the device, hooks set. Raises Failed for weights that are missing."""
@@ -608,43 +574,46 @@ class Extractor:
         self.o, self.plan, self.splits, self.packs = o, plan, 0, o.samples_per_forward != 1
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.cuda = self.device.type == "cuda"
-        self.fill = (o.forward_tokens or o.tokens) * self.cuda  # a GPU always sees one shape; a CPU has none to keep warm
+        self.fill = (o.forward_tokens or o.tokens) * self.cuda  # a GPU sees one shape always
         self.copies = torch.cuda.Stream() if self.cuda else None
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         how = {"dtype": KINDS[o.compute_dtype][1], "attn_implementation": "sdpa", "output_loading_info": True}
-        how |= {"device_map": {"": 0}} if self.cuda else {}  # straight to the device: no second copy on the host
+        how |= {"device_map": {"": 0}} if self.cuda else {}  # straight to the device, no copy on the host
         autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
         config = transformers.AutoConfig.from_pretrained(path)
         auto = next((auto for auto in autos if type(config) in auto._model_mapping), autos[0])
         model, info = auto.from_pretrained(path, **how)
         if info["missing_keys"]:
-            raise Failed(f"{path} lacks weights of its model: {', '.join(sorted(info['missing_keys'])[:3])} …")
+            raise Failed(f"{path} lacks weights of its model: {sorted(info['missing_keys'])[:3]} …")
         self.decoder = decoder = model.get_decoder().eval()
         last = len(decoder.layers) - 1 if plan.final else max(plan.layers)
-        decoder.layers, decoder.norm, decoder.config.num_hidden_layers = decoder.layers[:last + 1], torch.nn.Identity(), last + 1
+        decoder.layers, decoder.norm = decoder.layers[:last + 1], torch.nn.Identity()
+        decoder.config.num_hidden_layers = last + 1
         self.captures = [*plan.layers, *[last] * plan.final]
         for column, layer in enumerate(self.captures):  # hooks stay outside of the compiled layers
             decoder.layers[layer].register_forward_hook(
-                lambda module, args, out, c=column: self.sink(c, (out[0] if isinstance(out, tuple) else out)[0]))
+                lambda _, args, out, c=column: self.sink(c, (out[0] if type(out) is tuple else out)[0]))
 
     @torch.no_grad()
     def row(self, ids, sink, fill=0):
-        """One forward over samples laid end to end, [1, T]. ids: int32 arrays; sink(column, states [T, H]) gets each."""
+        """One forward over samples (int32 arrays) laid end to end as [1, T]; calls sink(column, states [T, H])."""
         self.sink, longest, lengths = sink, self.o.max_len, [len(x) for x in ids]
-        pad = max(0, fill - sum(lengths))  # a dummy that is dropped, in pieces so that no sequence exceeds the longest
+        pad = max(0, fill - sum(lengths))  # a dummy, in pieces no longer than a sample
         lengths += [min(longest, pad - i) for i in range(0, pad, longest)]
         host = [np.concatenate([*ids, np.zeros(pad, np.int32)]).astype(np.int64),
                 np.concatenate([np.arange(n) for n in lengths]), np.cumsum([0, *lengths], dtype=np.int32)]
-        host = [torch.from_numpy(x).pin_memory() if self.cuda else torch.from_numpy(x) for x in host]  # pageable would wait
+        host = [torch.from_numpy(x) for x in host]
+        host = [x.pin_memory() for x in host] if self.cuda else host  # else copies wait for the GPU
         tokens, positions, cu = (x.to(self.device, non_blocking=True) for x in host)
         with warmup.packing(cu, host[2], longest) if self.packs else nullcontext({}) as packed:
             self.decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **packed)
 
     def batch(self, ids, slot):
-        """The samples of a batch -> slot, in as many forwards as it takes. Returns those too large for the memory."""
+        """A batch's samples -> slot, in as many forwards as it takes; returns those too large for memory."""
         at, too_large, groups = np.cumsum([0, *map(len, ids)]).tolist(), [], [(0, len(ids))]
-        limit, most, began = self.o.forward_tokens or self.o.tokens, self.o.samples_per_forward or len(ids), time.time()
+        limit, most = self.o.forward_tokens or self.o.tokens, self.o.samples_per_forward or len(ids)
+        began = time.time()
         slot.began.record() if self.cuda else None
         while groups:
             a, b = groups.pop(0)
@@ -674,9 +643,9 @@ class Extractor:
         slot.seconds = time.time() - began
         return too_large
 
-# -------------------------------------------------------------------------------------------- staging and writing
+# ---------------------------------------------------------------------------------------- staging and writing
 class Stage:
-    """The directory where finished batches wait for their upload, with a brake: closes at 80 % full, opens at 70 %."""
+    """Where finished batches wait for their upload; its brake closes at 80 % full and opens at 70 %."""
 
     def __init__(self, path, fingerprint):
         self.dir, self.closed = Path(path).resolve() / fingerprint, False
@@ -712,7 +681,7 @@ def raw(array):
     return memoryview(np.ascontiguousarray(array)).cast("B")
 
 def write_batch(o, plan, stage, uploads, progress, stop, batch, slot, too_large):
-    """The writer thread's work: a batch from its pinned buffers into staging, numbers checked. Returns the slot."""
+    """The writer thread's work: a batch from its buffers into staging, numbers checked. Returns the slot."""
     if slot.copied:
         slot.copied.synchronize()
     progress.computed(slot.began.elapsed_time(slot.ended) / 1e3 if slot.copied else slot.seconds)
@@ -724,10 +693,10 @@ def write_batch(o, plan, stage, uploads, progress, stop, batch, slot, too_large)
     wrong = np.flatnonzero((~np.isfinite(least) | ~np.isfinite(greatest) | (least == greatest)).any(1))
     bad = set(np.searchsorted(rows["start"], wrong, "right") - 1) - set(too_large)
     if bad and not o.skip_bad:
-        raise Failed(f"batch {batch}: the states of sample {rows['row'][min(bad)]} (its row in the data) hold NaN, Inf or "
+        raise Failed(f"batch {batch}: states of sample {rows['row'][min(bad)]} (its row in the data) hold NaN, Inf or "
                      "are constant; the batch was not written. --skip-bad passes over such samples")
-    excluded = {int(rows["row"][i]): "bad numbers" if i in bad else "too large for GPU memory" for i in bad | {*too_large}}
-    for i in bad | {*too_large}:
+    why = {i: "bad numbers" for i in bad} | {i: "too large for GPU memory" for i in too_large}
+    for i in why:
         for name in [*plan.states(), "loss_mask"]:
             arrays[name][rows["start"][i]:rows["start"][i] + rows["length"][i]] = 0
     (header, names, total), crc = plan.layout(batch), 0
@@ -745,15 +714,20 @@ def write_batch(o, plan, stage, uploads, progress, stop, batch, slot, too_large)
                 crc = zlib.crc32(part[i:i + (1 << 24)], crc)
                 f.write(part[i:i + (1 << 24)])
     os.replace(path.with_suffix(".tmp"), path)
-    uploads.add(batch, path, crc, excluded)
+    uploads.add(batch, path, crc, {int(rows["row"][i]): reason for i, reason in why.items()})
     return slot
 
-# -------------------------------------------------------------------------------------------------------- upload
+# ----------------------------------------------------------------------------------------------------- upload
+def stamp(path):
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
 class Uploads:
-    """At most --uploads transfers at a time. Each ends with a marker, or with its file in staging for the next start."""
+    """At most --uploads transfers at a time; each ends in a marker, or its file waits for the next start."""
 
     def __init__(self, o, plan, work, output, progress, abort):
-        self.o, self.plan, self.work, self.output, self.progress, self.abort = o, plan, work, output, progress, abort
+        self.o, self.plan, self.work, self.output = o, plan, work, output
+        self.progress, self.abort = progress, abort
         self.pool, self.lock = ThreadPoolExecutor(o.uploads), threading.Lock()
         self.pending, self.staged, self.failed, self.fatal, self.last_error = 0, 0, 0, None, ""
 
@@ -772,14 +746,13 @@ class Uploads:
             self.pending, self.staged = self.pending - 1, self.staged - size
 
     def upload(self, batch, path, size, crc, excluded):
-        o, attempt, before = self.o, 0, path.stat()
+        o, attempt, before = self.o, 0, stamp(path)
         slowest = min(o.upload_min_mbps, o.upload_mbps / o.uploads / 3 or 1e9)
         while not (self.abort.is_set() or self.fatal):
             attempt += 1
             try:
                 self.output.put(path, KEY.format(batch), size, 60 + size / 1e6 / slowest)
-                after = path.stat()
-                if (before.st_ino, before.st_size, before.st_mtime_ns) == (after.st_ino, after.st_size, after.st_mtime_ns):
+                if stamp(path) == before:
                     break
                 raise OutputError(f"{path} changed while it was uploaded")
             except OutputError as e:
@@ -800,7 +773,7 @@ class Uploads:
                 crc = 0
                 while part := f.read(1 << 24):
                     crc = zlib.crc32(part, crc)
-        # RESUME CONTRACT: the object was seen with its planned size; now the marker; only then may the file go
+        # RESUME CONTRACT: the object was seen with its planned size: now the marker, and then the file may go
         write_atomic(self.work / "markers" / f".done_{batch:06d}", compact(
             {"batch": batch, "key": KEY.format(batch), "bytes": size, "crc32": crc, "excluded": excluded,
              "samples": len(self.plan.rows(batch)), "tokens": int(self.plan.batch_tokens[batch])}))
@@ -808,7 +781,7 @@ class Uploads:
         path.unlink(missing_ok=True)
 
     def drain(self, stop):
-        """Waits for the uploads under way; once `stop` is set 15 s at most, and what is left stays in staging."""
+        """Waits for the uploads; once `stop` is set 15 s at most, and what is left stays in staging."""
         end = None
         while self.pending and not self.fatal and not (end and time.time() > end):
             end = end or (time.time() + 15 if stop.is_set() else None)
@@ -817,16 +790,18 @@ class Uploads:
             self.abort.set()
         self.pool.shutdown(cancel_futures=True)
 
-# ---------------------------------------------------------------------------------------------------------- main
+# ------------------------------------------------------------------------------------------------------- main
 def run(o, work, progress, stop):
     """One shard, from the plan to its last marker. Raises Refused, Failed or Stopped."""
     check_options(o)
-    path, abort = model_directory(o.model), threading.Event()
+    path, abort = warmup.model_directory(o.model), threading.Event()
     try:
-        output = open_output(o.out, work / "aws" / f"shard_{o.shard}.config", abort, o.upload_mbps / o.uploads)
+        aws_config = work / "aws" / f"shard_{o.shard}.config"
+        output = open_output(o.out, aws_config, abort, o.upload_mbps / o.uploads)
         plan = get_plan(o, work, path, output)
     except OutputError as e:
-        raise Refused(f"OUT {o.out} cannot be used: {e}. Look at its name, the credentials and AWS_ENDPOINT_URL") from None
+        raise Refused(f"OUT {o.out} cannot be used: {e}. Look at its name, the credentials, "
+                      "AWS_ENDPOINT_URL") from None
     stage = Stage(o.stage, plan.fingerprint)
     print_estimate(o, plan, work, stage)
     if o.plan_only:
@@ -834,7 +809,8 @@ def run(o, work, progress, stop):
     if stage.capacity() < 2 * plan.counts["largest"] * o.num_shards:
         raise Refused(f"--stage {o.stage} has room for {stage.capacity():,} bytes; two batches a shard take "
                       f"{2 * plan.counts['largest'] * o.num_shards:,}. Use another one, or fewer --tokens")
-    mine, uploads = range(o.shard, plan.counts["batches"], o.num_shards), Uploads(o, plan, work, output, progress, abort)
+    mine = range(o.shard, plan.counts["batches"], o.num_shards)
+    uploads = Uploads(o, plan, work, output, progress, abort)
     progress.planned(plan, mine, uploads)
 
     # RESUME CONTRACT: torn files of ours go, whole ones without a marker are uploaded, the rest is computed
@@ -866,14 +842,15 @@ def run(o, work, progress, stop):
             # between two batches: has somebody asked for an end, or have the uploads come to one?
             if stop.is_set() or uploads.fatal:
                 break
-            # both pairs of buffers are taken: wait until the older one is written. The writer's errors come up here
+            # both slots are taken: wait until the older one is written. The writer's errors come up here
             if not slots:
                 slots.append(writing.popleft().result())
             # launch the forward and the copy; on a GPU nothing here waits for them
             slot = slots.popleft()
             too_large = extractor.batch(plan.gather(plan.input_ids, batch), slot)
             # the writer waits for the copy, then for room in staging, writes, and hands over to the uploads
-            writing.append(writer.submit(write_batch, o, plan, stage, uploads, progress, stop, batch, slot, too_large))
+            writing.append(writer.submit(
+                write_batch, o, plan, stage, uploads, progress, stop, batch, slot, too_large))
             # a line for the log every 10 s
             if time.time() > printed + 10:
                 printed = time.time()
@@ -889,13 +866,13 @@ def run(o, work, progress, stop):
         writer.shutdown(cancel_futures=True)
 
     if uploads.fatal or uploads.failed:
-        raise Failed(f"{uploads.failed or 'all further'} uploads failed: {uploads.last_error}. What is not in {output} waits "
-                     f"in {stage.dir}; when the cause is mended, the same command goes on")
+        raise Failed(f"{uploads.failed or 'all further'} uploads failed: {uploads.last_error}. What they left waits in "
+                     f"{stage.dir}; when the cause is mended, the same command goes on")
     if progress.now["batch"] < len(mine):
-        raise Stopped(f"with {progress.now['batch']} of {len(mine)} batches done; the same command goes on from there")
+        raise Stopped(f"with {progress.now['batch']} of {len(mine)} batches done; the same command goes on")
     markers = list((work / "markers").glob(".done_*"))
     if len(markers) == plan.counts["batches"]:  # whoever comes last; twice is harmless
-        excluded = {row: why for f in markers for row, why in (read_json(f) or {}).get("excluded", {}).items()}
+        excluded = dict(item for f in markers for item in (read_json(f) or {}).get("excluded", {}).items())
         output.write("manifest.json", manifest(plan, excluded, complete=True))
         shutil.rmtree(stage.dir, ignore_errors=True)
         say(f"all {len(markers)} batches are in {output}; its manifest.json says complete")
@@ -912,7 +889,7 @@ def main(argv=None):
         if not progress or progress.now["state"] in ("planning", "loading", "warming"):
             raise Stopped("before the first batch")
 
-    for signum in (signal.SIGTERM, signal.SIGINT):  # a child of a background shell inherits SIGINT ignored: set anew
+    for signum in (signal.SIGTERM, signal.SIGINT):  # started by a background shell, SIGINT would be ignored
         signal.signal(signum, asked_to_stop)
     try:
         own_shard(o)
@@ -930,7 +907,7 @@ def main(argv=None):
         if not o.plan_only:
             progress = monitor.Progress(work, o.shard, o.num_shards)
         run(o, work, progress, stop)
-    except (Refused, Failed, Stopped, warmup.Unpackable) as e:
+    except (Refused, Failed, Stopped) as e:
         code, error = e.code, str(e)
     except BaseException as e:
         traceback.print_exc()

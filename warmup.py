@@ -10,9 +10,11 @@ The first half are the kernels themselves, which extract.py puts into a model: a
 convolution that keep the samples of a packed row apart, and the checks that every start makes.
 """
 import fcntl
+import hashlib
 import inspect
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -26,19 +28,95 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from monitor import read_json, write_atomic
+
 try:
     from torch.nn.attention.varlen import varlen_attn
     VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.13 has it, 2.11 has not
 except ImportError:
     varlen_attn, VARLEN_GQA = None, False
 
+class Refused(Exception):
+    """The run cannot begin: bad flag, input or environment; before the model was loaded."""
+    code = 2
+
+
+class Failed(Exception):
+    """The run cannot go on."""
+    code = 1
+
+
+# ------------------------------------------------------------------------------------------------------ the model
+def compact(value):
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def sha(*parts):
+    parts = (part if isinstance(part, bytes) else str(part).encode() for part in parts)
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def model_directory(name):
+    """Directory of a model; a hub id is downloaded. Raises Refused."""
+    try:
+        path = Path(name).expanduser()
+        if not path.exists():
+            from huggingface_hub import snapshot_download
+            kinds = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+            path = Path(snapshot_download(name, allow_patterns=kinds))
+        assert (path / "config.json").is_file() and list(path.glob("*.safetensors")), "no config.json and *.safetensors"
+        return path.resolve()
+    except Exception as e:
+        raise Refused(f"--model {name} is no model directory, and not to be had from the hub: {first_line(e)}") from None
+
+
+def text_config(path):
+    from transformers import AutoConfig
+    try:
+        return AutoConfig.from_pretrained(path).get_text_config()
+    except Exception as e:
+        raise Refused(f"{path}/config.json cannot be used: {first_line(e)}") from None
+
+
+def layer_ids(rule, depth):
+    """`--layers` and the number of decoder layers -> ids in the order asked for. Raises Refused.
+
+    dflash:N is round(1 + i*(depth-4)/(N-1)), as z-lab counts; eagle3 is 1, depth//2-1, depth-4.
+    """
+    ids, n = [], int(rule[7:]) if re.fullmatch(r"dflash:\d{1,4}", rule) else 0
+    if Path(rule).exists():
+        config = read_json(Path(rule) / "config.json" if Path(rule).is_dir() else Path(rule)) or {}
+        ids = (config.get("dflash_config") or config).get("target_layer_ids", [])
+    elif re.fullmatch(r"\d+(,\d+)*", rule):
+        ids = [int(i) for i in rule.split(",")]
+    elif n or rule == "eagle3":
+        ids = [1, depth // 2 - 1, depth - 4] if not n else [depth // 2] if n == 1 else [
+            round(1 + i * (depth - 4) / (n - 1)) for i in range(n)]
+    if not ids or not all(type(i) is int and 0 <= i < depth for i in ids):
+        raise Refused(f"--layers {rule} gives {ids or 'no ids'}: this model has layers 0 to {depth - 1}. Give ids as "
+                      "1,16,31, a rule (dflash:5, eagle3), or a drafter config that has dflash_config.target_layer_ids")
+    return ids
+
+
+def model_parts(path):
+    """Content of a model without reading it all: config, every safetensors header, first and last MB of each file."""
+    config = json.loads((path / "config.json").read_bytes())
+    yield compact({k: v for k, v in config.items() if k not in ("transformers_version", "_name_or_path")})
+    for file in sorted(path.glob("*.safetensors")):
+        with open(file, "rb") as f:
+            yield f.read(int.from_bytes(f.read(8), "little") % (1 << 28))
+            yield f.read(1 << 20)
+            f.seek(max(0, file.stat().st_size - (1 << 20)))
+            yield f.read()
+
+
+# ---------------------------------------------------------------------------------------------------- the kernels
 PACKED = SimpleNamespace(cu=None, cpu=None)  # bounds of the sequences in the row under way; None: nothing is packed
 HARMLESS = {"position_ids", "cache_position", "use_cache", "cu_seq_lens_k", "max_length_k", "is_causal"}
-
-
-class Unpackable(Exception):
-    """Packing this model would give wrong states."""
-    code = 1
 
 
 @contextmanager
@@ -64,11 +142,11 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     """Causal attention within each sequence of a packed row, for transformers' registry of attention functions.
 
     query [1, Hq, T, D], key and value [1, Hkv, T, D], cu_seq_lens_q int32 [n+1] -> ([1, T, Hq, D], None). Raises
-    Unpackable for what it does not implement: to pass over a soft cap or a sink gives wrong states and no message.
+    Failed for what it does not implement: to pass over a soft cap or a sink gives wrong states and no message.
     """
     wants = [k for k, v in other.items() if k not in HARMLESS and v is not None and v is not False and v != 0]
     if wants or attention_mask is not None or cu_seq_lens_q is None or not getattr(module, "is_causal", True):
-        raise Unpackable(f"{type(module).__name__} wants {', '.join(wants) or 'a mask of its own'} of its attention")
+        raise Failed(f"{type(module).__name__} wants {', '.join(wants) or 'a mask of its own'} of its attention")
     if query.is_cuda and query.dtype == torch.bfloat16:
         if not VARLEN_GQA:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
@@ -183,7 +261,7 @@ def prepare(extractor):
 
     Isolation: with another first sequence the states of the others must not move. Truth: what a few sequences give
     alone, through untouched transformers, they must give packed; comparing only our own two ways would be blind to
-    what both pass over. Sanity: finite, not constant. Raises Unpackable.
+    what both pass over. Sanity: finite, not constant. Raises Failed.
     """
     x, config, rng = extractor, extractor.decoder.config, np.random.default_rng(0)
     window, most = getattr(config, "sliding_window", None) or 0, min(x.o.max_len, x.o.tokens // 4)
@@ -198,7 +276,7 @@ def prepare(extractor):
             compile_layers(x.decoder)
     ours = captured(x, probe, x.fill) if packs else torch.cat(alone, 1)
     if not (torch.isfinite(ours).all() and (ours.amax(-1) > ours.amin(-1)).all()):
-        raise Unpackable("states hold NaN, Inf or are constant before any data was seen. Look at the checkpoint")
+        raise Failed("states hold NaN, Inf or are constant before any data was seen. Look at the checkpoint")
     if packs:
         other = [(probe[0] + 1) % config.vocab_size, *probe[1:]]
         report["isolation"] = relative(captured(x, other, x.fill)[:, lengths[0]:], ours[:, lengths[0]:])
@@ -207,7 +285,7 @@ def prepare(extractor):
             report["truth"].append(max(relative(a[column], b[column]) for a, b in zip(pieces, alone)))
             limit = max(1e-4, 8 * eps * (layer + 1) ** 0.5)
             if not report["truth"][-1] <= limit or not report["isolation"] <= max(1e-4, 4 * eps):
-                raise Unpackable(
+                raise Failed(
                     f"packed states of {type(x.decoder).__name__} are wrong: isolation {report['isolation']:.1e}, and layer "
                     f"{layer} is {report['truth'][-1]:.1e} from transformers alone, {limit:.1e} allowed. Some layer mixes "
                     "the samples of a row: --samples-per-forward 1 is the slow way that needs no packing")
@@ -251,16 +329,16 @@ def fills(tokens, max_len):
 
 
 def warm(o, work):
-    """Loads, compiles, proves, times. Returns the report. Raises Refused, Failed or Unpackable."""
+    """Loads, compiles, proves, times. Returns the report. Raises Refused, Failed or Failed."""
     import extract
-    path = extract.model_directory(o.model)
-    config = extract.text_config(path)
-    layers, final = extract.layer_ids(o.layers, config.num_hidden_layers), o.final or o.layers == "eagle3"
+    path = model_directory(o.model)
+    config = text_config(path)
+    layers, final = layer_ids(o.layers, config.num_hidden_layers), o.final or o.layers == "eagle3"
     shape = ("dtype", "compute_dtype", "tokens", "max_len", "forward_tokens", "samples_per_forward", "eager", "allow_slow")
-    kept = {"model": o.model, "weights": extract.sha(*extract.model_parts(path)), "layers": layers, "final": final,
+    kept = {"model": o.model, "weights": sha(*model_parts(path)), "layers": layers, "final": final,
             "environment": environment()} | {name: getattr(o, name) for name in shape}
-    kept["fingerprint"] = extract.sha(extract.compact({k: v for k, v in kept.items() if k != "model"}))
-    before = extract.read_json(work / "warmup.json") or {}
+    kept["fingerprint"] = sha(compact({k: v for k, v in kept.items() if k != "model"}))
+    before = read_json(work / "warmup.json") or {}
     if o.if_needed and before.get("fingerprint") == kept["fingerprint"]:
         extract.say(f"warm already, see {work / 'warmup.json'}")
         return before
@@ -268,7 +346,7 @@ def warm(o, work):
         print(f"  {name:24} {value}")
     for problem in (cache_problem(), None if o.allow_slow else slow_kernels(config)):
         if problem:
-            raise extract.Refused(problem)
+            raise Refused(problem)
     plan = SimpleNamespace(layers=layers, final=final, dtype=o.dtype, hidden_size=config.hidden_size)
     plan.states = lambda: extract.Plan.states(plan)
     began = time.time()
@@ -291,7 +369,7 @@ def warm(o, work):
         if sum(lengths) > o.tokens // 2:
             kept["tokens_per_sec"] = round(sum(lengths) / times[1], 1)
     kept["peak_gpu_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2) if extractor.cuda else None
-    extract.write_atomic(work / "warmup.json", json.dumps(kept, indent=1))
+    write_atomic(work / "warmup.json", json.dumps(kept, indent=1))
     return kept
 
 
@@ -310,9 +388,9 @@ def main(argv=None):
         work.mkdir(parents=True, exist_ok=True)
         with open(work / ".warmup.lock", "w") as lock:  # of several at once, one compiles and the others find it done
             fcntl.flock(lock, fcntl.LOCK_EX)
-            print(extract.compact(warm(o, work)), flush=True)
+            print(compact(warm(o, work)), flush=True)
         return 0
-    except (extract.Refused, extract.Failed, Unpackable) as e:
+    except (Refused, Failed) as e:
         print(f"warm-up {'refused' if e.code == 2 else 'failed'}: {e}", flush=True)
         return e.code
     except OSError as e:

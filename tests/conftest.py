@@ -1,4 +1,4 @@
-"""What the tests share: a tiny model with chat data, staging in memory, and an environment that leads nowhere.
+"""What the tests share: a tiny model and chat data, staging in memory, an environment that leads nowhere.
 
 Every AWS variable points at a closed port on loopback; a test that needs S3 takes S3Server(...).environ().
 """
@@ -26,7 +26,7 @@ import tiny
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory):
-    """model, a tiny one; chat, 60 lines that make 11 batches of 1024 tokens; few, 16 lines that make 3 or 4."""
+    """model: a tiny one; chat: 60 lines, 11 batches of 1024 tokens; few: its first 16 lines, 3 batches."""
     folder = tmp_path_factory.mktemp("tiny")
     place = SimpleNamespace(model=folder / "model", chat=folder / "chat.jsonl", few=folder / "few.jsonl")
     tiny.make_model(place.model)
