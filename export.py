@@ -103,7 +103,7 @@ class S3(Local):
             f.write(theirs.read_bytes() if theirs.is_file() else b"")
         settings = {"max_concurrent_requests": 4, "multipart_chunksize": "16MB"}
         if mbps:
-            settings["max_bandwidth"] = max(1, int(mbps * 1e6))  # bytes/s
+            settings["max_bandwidth"] = f"{max(1, round(mbps * 1e6 / 1024))}KB/s"  # aws counts 1024 bytes a KB
         for name, value in settings.items():
             self.aws("configure", "set", f"s3.{name}", str(value))
 

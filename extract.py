@@ -654,6 +654,19 @@ class Stage:
         except OSError as e:
             raise Refused(f"--stage {path} cannot be used: {e}") from None
 
+    def claim(self, work):
+        """Refuses a staging directory through which another work directory is running the same extraction."""
+        mine = self.dir / f".run_{sha(work.resolve())}"
+        self.lock = open(mine, "w")
+        fcntl.flock(self.lock, fcntl.LOCK_SH)
+        for other in set(self.dir.glob(".run_*")) - {mine}:
+            try:
+                with open(other) as f:
+                    fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                other.unlink()
+            except BlockingIOError:
+                raise Refused(f"another WORK is running the same through {self.dir}: use another --stage") from None
+
     def capacity(self):
         return monitor.room(self.dir)[1] + sum(f.stat().st_size for f in self.dir.glob("batch_*"))
 
@@ -781,10 +794,10 @@ class Uploads:
         path.unlink(missing_ok=True)
 
     def drain(self, stop):
-        """Waits for the uploads; once `stop` is set 15 s at most, and what is left stays in staging."""
+        """Waits for the uploads; once `stop` is set 12 s at most, and what is left stays in staging."""
         end = None
         while self.pending and not self.fatal and not (end and time.time() > end):
-            end = end or (time.time() + 15 if stop.is_set() else None)
+            end = end or (time.time() + 12 if stop.is_set() else None)
             time.sleep(0.1)
         if self.pending:
             self.abort.set()
@@ -806,6 +819,7 @@ def run(o, work, progress, stop):
     print_estimate(o, plan, work, stage)
     if o.plan_only:
         return
+    stage.claim(work)
     if stage.capacity() < 2 * plan.counts["largest"] * o.num_shards:
         raise Refused(f"--stage {o.stage} has room for {stage.capacity():,} bytes; two batches a shard take "
                       f"{2 * plan.counts['largest'] * o.num_shards:,}. Use another one, or fewer --tokens")
@@ -813,23 +827,23 @@ def run(o, work, progress, stop):
     uploads = Uploads(o, plan, work, output, progress, abort)
     progress.planned(plan, mine, uploads)
 
-    # RESUME CONTRACT: torn files of ours go, whole ones without a marker are uploaded, the rest is computed
-    done, todo = {int(f.name[6:]) for f in (work / "markers").glob(".done_*")}, []
-    for batch in mine:
-        file = stage.dir / Path(KEY.format(batch)).name
-        file.with_suffix(".tmp").unlink(missing_ok=True)
-        if batch in done:
-            file.unlink(missing_ok=True)
-            progress.marked(batch, earlier=True)
-        elif file.is_file() and file.stat().st_size == plan.layout(batch)[2]:
-            uploads.add(batch, file)
-        else:
-            todo.append(batch)
-    say(f"shard {o.shard} of {o.num_shards}: {len(mine)} batches; {len(done.intersection(mine))} were done, "
-        f"{len(mine) - len(todo) - len(done.intersection(mine))} staged, {len(todo)} are to be computed")
-
     writer, writing, printed = ThreadPoolExecutor(1), deque(), 0
     try:
+        # RESUME CONTRACT: torn files of ours go, whole ones without a marker are uploaded, the rest is computed
+        done, todo = {int(f.name[6:]) for f in (work / "markers").glob(".done_*")}, []
+        for batch in mine:
+            file = stage.dir / Path(KEY.format(batch)).name
+            file.with_suffix(".tmp").unlink(missing_ok=True)
+            if batch in done:
+                file.unlink(missing_ok=True)
+                progress.marked(batch, earlier=True)
+            elif file.is_file() and file.stat().st_size == plan.layout(batch)[2]:
+                uploads.add(batch, file)
+            else:
+                todo.append(batch)
+        say(f"shard {o.shard} of {o.num_shards}: {len(mine)} batches; {len(done.intersection(mine))} were done, "
+            f"{len(mine) - len(todo) - len(done.intersection(mine))} staged, {len(todo)} are to be computed")
+
         if todo:
             output.clean({KEY.format(batch) for batch in mine})
             progress.set(state="loading")

@@ -1,0 +1,195 @@
+"""The harness through the front door: real make, real shards, a real S3 server.
+
+    python -m pytest -q tests/test_make.py
+"""
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+from s3 import S3Server
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["TOKENS=1024", "MAX_LEN=300", "ARGS=--compute-dtype fp32 --dtype fp32"]
+
+
+def make(*words, env=None, timeout=240):
+    """make in the repository, with the Python that runs the tests."""
+    environment = {**(env or os.environ), "OMP_NUM_THREADS": "1", "MAKEFLAGS": ""}
+    return subprocess.run(["make", "--no-print-directory", f"PY={sys.executable}", *map(str, words)], cwd=ROOT,
+                          env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    d = tmp_path_factory.mktemp("inputs")
+    tiny.make_model(d / "model")
+    tiny.make_chat(d / "chat.jsonl", 60)
+    return d
+
+
+@pytest.fixture
+def run(inputs, tmp_path):
+    """Knobs of a run of this test's own, into a local directory."""
+    stage = Path(f"/dev/shm/test-make-{os.getpid()}-{tmp_path.name}")
+    knobs = {"MODEL": inputs / "model", "DATA": inputs / "chat.jsonl", "OUT": tmp_path / "out", "WORK": tmp_path / "w",
+             "STAGE": stage, "GPUS": 2}
+    yield [f"{k}={v}" for k, v in knobs.items()] + SMALL
+    make("stop", f"WORK={tmp_path / 'w'}")
+    shutil.rmtree(stage, ignore_errors=True)
+
+
+@pytest.fixture
+def slow(run, tmp_path):
+    """The same into S3, so slowly that it is still under way when a test looks."""
+    with S3Server(tmp_path / "s3") as server:
+        server.make_bucket("b")
+        knobs = [k for k in run if not k.startswith("OUT=")] + ["OUT=s3://b/run", "UPLOADS=1", "UPLOAD_MBPS=0.3"]
+        yield knobs, server.environ(), tmp_path / "w"
+        make("stop", f"WORK={tmp_path / 'w'}")
+
+
+def begin(knobs, env, work):
+    """make extract in the background, until both shards are past planning and one batch is marked."""
+    p = subprocess.Popen(["make", "--no-print-directory", f"PY={sys.executable}", "extract", *knobs], cwd=ROOT,
+                         env={**env, "OMP_NUM_THREADS": "1", "MAKEFLAGS": ""}, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    deadline = time.time() + 120
+    while time.time() < deadline and p.poll() is None:
+        if list(work.glob("markers/.done_*")) and len(list(work.glob("progress_shard_*.json"))) == 2:
+            return p
+        time.sleep(0.1)
+    raise AssertionError(f"no marker in {work}: {p.communicate(timeout=5)[0] if p.poll() is not None else 'waiting'}")
+
+
+def shards(work):
+    return [json.loads(f.read_text()) for f in sorted(work.glob("progress_shard_*.json"))]
+
+
+def test_make_alone_explains_targets_and_knobs():
+    p = make()
+    assert p.returncode == 0
+    assert "extract" in p.stdout and "UPLOAD_MBPS" in p.stdout
+
+
+def test_extract_names_each_exit_code_and_is_done(run, tmp_path):
+    p = make("extract", *run)
+    assert p.returncode == 0, p.stdout + p.stderr
+    assert "shard 0 exited 0 (done)" in p.stdout and "shard 1 exited 0 (done)" in p.stdout
+    assert json.loads((tmp_path / "out/manifest.json").read_text())["complete"] is True
+
+
+def test_gpus_1_continues_a_run_begun_with_gpus_2(slow):
+    knobs, env, work = slow
+    p = begin(knobs, env, work)
+    assert make("stop", f"WORK={work}", env=env).returncode == 0
+    p.communicate(timeout=60)
+    before = {f.name: f.stat().st_mtime_ns for f in work.glob("markers/.done_*")}
+    again = make("extract", *knobs, "GPUS=1", "UPLOAD_MBPS=0", env=env)
+    assert again.returncode == 0, again.stdout + again.stderr
+    after = {f.name: f.stat().st_mtime_ns for f in work.glob("markers/.done_*")}
+    assert len(before) < len(after) and before.items() <= after.items()
+
+
+def test_stop_ends_the_shards_resumably(slow):
+    knobs, env, work = slow
+    p = begin(knobs, env, work)
+    assert make("stop", f"WORK={work}", env=env).returncode == 0
+    output = p.communicate(timeout=60)[0]
+    assert p.returncode != 0 and "exited 3 (stopped)" in output
+    assert {s["state"] for s in shards(work)} == {"stopped"}
+
+
+def test_a_second_extract_does_not_start_a_second_set(slow):
+    knobs, env, work = slow
+    begin(knobs, env, work)
+    pids = [f.read_text() for f in sorted(work.glob("pids/*.pid"))]
+    p = make("extract", *knobs, env=env)
+    assert p.returncode == 2 and "under way" in p.stdout
+    assert [f.read_text() for f in sorted(work.glob("pids/*.pid"))] == pids
+
+
+def test_one_killed_shard_is_named_and_the_other_finishes(slow):
+    knobs, env, work = slow
+    p = begin([*knobs, "UPLOAD_MBPS=1"], env, work)
+    os.kill(int((work / "pids/shard_1.pid").read_text()), signal.SIGKILL)
+    output = p.communicate(timeout=180)[0]
+    assert p.returncode != 0
+    assert "shard 0 exited 0 (done)" in output and "shard 1 exited 1" in output
+
+
+def test_interrupt_leaves_the_shards_running(slow):
+    knobs, env, work = slow
+    p = begin(knobs, env, work)
+    os.killpg(p.pid, signal.SIGINT)
+    output = p.communicate(timeout=30)[0]
+    assert "make status" in output
+    assert all(Path(f"/proc/{f.read_text().split()[0]}").exists() for f in work.glob("pids/shard_*.pid"))
+
+
+def test_clean_shm_refuses_while_shards_run(slow):
+    knobs, env, work = slow
+    begin(knobs, env, work)
+    p = make("clean-shm", *knobs, env=env)
+    assert p.returncode == 2 and "make stop" in p.stdout
+
+
+def test_restart_keeps_markers_and_finishes(slow):
+    knobs, env, work = slow
+    p = begin(knobs, env, work)
+    before = {f.name: f.stat().st_mtime_ns for f in work.glob("markers/.done_*")}
+    again = make("restart", *knobs, "UPLOAD_MBPS=0", env=env)
+    p.communicate(timeout=30)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert before.items() <= {f.name: f.stat().st_mtime_ns for f in work.glob("markers/.done_*")}.items()
+
+
+def test_stop_signals_nobody_else(tmp_path):
+    other = subprocess.Popen(["sleep", "60"])
+    (tmp_path / "pids").mkdir()
+    (tmp_path / "pids/shard_0.pid").write_text(f"{other.pid}\n")
+    p = make("stop", f"WORK={tmp_path}")
+    assert "no shard" in p.stdout and other.poll() is None
+    other.kill()
+
+
+def test_more_shards_than_devices_is_refused(run):
+    p = make("extract", *run, env={**os.environ, "CUDA_VISIBLE_DEVICES": "GPU-aaaa"})
+    assert p.returncode == 2 and "GPUS=1" in p.stdout
+
+
+def test_bad_input_is_refused_before_anything_starts(run, tmp_path):
+    p = make("extract", *run, f"DATA={tmp_path}/nowhere.jsonl")
+    assert p.returncode == 2 and "nowhere.jsonl" in p.stdout and "Traceback" not in p.stdout + p.stderr
+    assert not list(tmp_path.glob("w/progress_shard_*.json"))
+
+
+def test_plan_writes_nothing_into_out(run, tmp_path):
+    p = make("plan", *run)
+    assert p.returncode == 0 and "hours" in p.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_status_of_a_finished_run(run, tmp_path):
+    make("extract", *run)
+    p = make("status", f"WORK={tmp_path / 'w'}")
+    assert p.returncode == 0 and p.stdout.count("done") >= 2
+
+
+def test_warmup_ends_in_one_json_object_and_is_kept(run, tmp_path):
+    p = make("warmup", *run)
+    report = json.loads(p.stdout.splitlines()[-1])
+    assert p.returncode == 0 and report["checks"]["isolation"] <= 1e-4
+    assert json.loads((tmp_path / "w/warmup.json").read_text())["fingerprint"] == report["fingerprint"]
+
+
+def test_the_demos_port_in_use_is_refused(tmp_path):
+    with S3Server(tmp_path / "other") as server:
+        p = make("demo", f"WORK={tmp_path / 'demo'}", f"PORT={server.port}")
+    assert p.returncode == 2 and str(server.port) in p.stdout + p.stderr
