@@ -606,7 +606,7 @@ class Extractor:
         host = [torch.from_numpy(x) for x in host]
         host = [x.pin_memory() for x in host] if self.cuda else host  # else copies wait for the GPU
         tokens, positions, cu = (x.to(self.device, non_blocking=True) for x in host)
-        with warmup.packing(cu, host[2], longest) if self.packs else nullcontext({}) as packed:
+        with warmup.packing(cu, host[2], longest, positions[None]) if self.packs else nullcontext({}) as packed:
             self.decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **packed)
 
     def batch(self, ids, slot):

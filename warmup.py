@@ -115,19 +115,21 @@ def model_parts(path):
 
 
 # ---------------------------------------------------------------------------------------------------- the kernels
-PACKED = SimpleNamespace(cu=None, cpu=None)  # bounds of the sequences in the row under way; None: nothing is packed
-HARMLESS = {"position_ids", "cache_position", "use_cache", "cu_seq_lens_k", "max_length_k", "is_causal"}
+PACKED = SimpleNamespace(cu=None, cpu=None)  # bounds of the sequences in the row under way
+HARMLESS = {"position_ids", "cache_position", "use_cache", "cu_seq_lens_k", "max_length_k", "is_causal", "packed_at"}
 
 
 @contextmanager
-def packing(cu, cpu, longest):
-    """Inside, the decoder takes rows with these bounds (int32 [n+1], on the device and on the host); gives the keywords
-    for its call. FLA caches by the identity of `cu`: it must be a fresh tensor for every row."""
+def packing(cu, cpu, longest, positions):
+    """Inside, the decoder takes a row with these bounds (int32 [n+1], on the device and on the host), whose longest
+    sequence and positions [1, T] these are; gives the keywords for its call. FLA caches by the identity of `cu`: it
+    must be a fresh tensor for every row."""
     PACKED.cu, PACKED.cpu = cu, cpu
     if cu.is_cuda:
         torch._dynamo.maybe_mark_dynamic(cu, 0)
     try:
-        yield {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": longest, "max_length_k": longest}
+        yield {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": longest, "max_length_k": longest,
+               "packed_at": positions}
     finally:
         PACKED.cu = PACKED.cpu = None
 
@@ -148,9 +150,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     if wants or attention_mask is not None or cu_seq_lens_q is None or not getattr(module, "is_causal", True):
         raise Failed(f"{type(module).__name__} wants {', '.join(wants) or 'a mask of its own'} of its attention")
     if query.is_cuda and query.dtype == torch.bfloat16:
-        if not VARLEN_GQA:
-            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-        more = {"enable_gqa": True} if VARLEN_GQA else {}
+        more = {"enable_gqa": True} if VARLEN_GQA else {}  # without the flag it takes fewer key heads, too
         out = varlen_attn(*(x[0].transpose(0, 1) for x in (query, key, value)), cu_seq_lens_q, cu_seq_lens_q,
                           max_length_q, max_length_q, scale=scaling, window_size=((sliding_window or 0) - 1, 0), **more)
         return out[None], None
@@ -166,13 +166,12 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
 
 
 def fast_kernels():
-    """FLA's (delta rule, short convolution), or None where they cannot run."""
+    """FLA's delta rule, or None where it cannot run."""
     if not torch.cuda.is_available():
         return None
     try:
-        from fla.modules.causal_conv1d import causal_conv1d
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-        return chunk_gated_delta_rule, causal_conv1d
+        return chunk_gated_delta_rule
     except Exception:  # FLA or Triton is missing or does not work here
         return None
 
@@ -188,26 +187,39 @@ def slow_kernels(config):
 
 def packed_rule(plain, fast):
     """Gated delta rule, q, k [1, T, Hk, Dk], v [1, T, Hv, Dv], g, beta [1, T, Hv] -> ([1, T, Hv, Dv], None)."""
-    def rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **_):
+    @torch.compiler.disable
+    def by_fla(q, k, v, g, beta, **more):  # it takes fewer key than value heads as they are
+        return fast(q, k, v, g, beta, cu_seqlens=PACKED.cu, cu_seqlens_cpu=PACKED.cpu, **more)
+
+    def rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, packed_at=None, **_):
         more = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-        if PACKED.cu is None:
+        if packed_at is None:
             return plain(q, k, v, g=g, beta=beta, **more)
-        if fast:  # it takes fewer key than value heads as they are
-            return fast[0](q, k, v, g, beta, cu_seqlens=PACKED.cu, cu_seqlens_cpu=PACKED.cpu, **more)
+        if fast:  # contiguous here, where the compiler makes it part of the convolution, and not in FLA
+            return by_fla(q.contiguous(), k.contiguous(), v.contiguous(), g, beta, **more)
         return torch.cat([plain(q[:, a:b], k[:, a:b], v[:, a:b], g=g[:, a:b], beta=beta[:, a:b], **more)[0]
                           for a, b in bounds(PACKED.cpu)], 1), None
     return rule
 
 
 def packed_conv(plain, fast):
-    """Causal depthwise convolution, x [1, D, T], weight [D, W] -> [1, D, T]."""
-    def conv(x, weight, bias=None, activation=None, **_):
-        if PACKED.cu is None:
+    """Causal depthwise convolution, x [1, D, T], weight [D, W] -> [1, D, T], summed in fp32.
+
+    packed_at [1, T] is each token's place in its own sequence: what lies before the sequence counts as zero. Plain
+    torch code, so that on a GPU the compiler joins it with the activation and with the split that follows.
+    """
+    def conv(x, weight, bias=None, activation=None, packed_at=None, **_):
+        if packed_at is None:
             return plain(x, weight, bias, activation=activation)
-        if fast:
-            return fast[1](x.transpose(1, 2), weight, bias, activation=activation, cu_seqlens=PACKED.cu,
-                           cu_seqlens_cpu=PACKED.cpu)[0].transpose(1, 2)
-        return torch.cat([plain(x[:, :, a:b], weight, bias, activation=activation) for a, b in bounds(PACKED.cpu)], 2)
+        rows, at, taps = x.transpose(1, 2), packed_at[..., None], weight.float().unbind(1)  # [1, T, D]
+        out = rows.float() * taps[-1]
+        for back in range(1, len(taps)):
+            before = F.pad(rows[:, :-back], (0, 0, back, 0))
+            out = out + torch.where(at >= back, before, 0).float() * taps[-1 - back]
+        out = out if bias is None else out + bias.float()
+        if activation not in (None, "silu", "swish"):
+            raise Failed(f"the short convolution wants the activation {activation}: use --samples-per-forward 1")
+        return (F.silu(out) if activation else out).to(x.dtype).transpose(1, 2)
     return conv
 
 
@@ -223,13 +235,15 @@ def swap_kernels(decoder):
     flash = varlen_attn and half and torch.cuda.is_available()
     used = {"attention": "varlen_attn (flash)" if flash else "scaled_dot_product_attention, sequence by sequence"}
     module, fast = sys.modules[type(decoder.layers[0]).__module__], fast_kernels()
-    for name, make in (("torch_chunk_gated_delta_rule", packed_rule), ("causal_conv1d_fn", packed_conv)):
+    for name, make, how in (("torch_chunk_gated_delta_rule", packed_rule,
+                             "FLA (Triton)" if fast else "torch, sequence by sequence"),
+                            ("causal_conv1d_fn", packed_conv, "torch, all sequences at once")):
         if plain := getattr(module, name, None):
             plain = getattr(plain, "plain", plain)  # a second model in one process
-            ours = torch.compiler.disable(make(plain, fast)) if fast else make(plain, fast)
+            ours = make(plain, fast)
             ours.plain = plain
             setattr(module, name, ours)
-            used[name] = "FLA (Triton)" if fast else "torch, sequence by sequence"
+            used[name] = how
     for layer in decoder.layers if fast else ():  # skips transformers' own repeat of the key heads
         if hasattr(getattr(layer, "linear_attn", None), "num_v_heads"):
             layer.linear_attn.num_v_heads = layer.linear_attn.num_k_heads
@@ -239,8 +253,10 @@ def swap_kernels(decoder):
 def compile_layers(decoder):
     """Compiles each layer's forward, not the model's, so that hooks stay outside of the graphs."""
     import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
     dynamo.recompile_limit = 8 * len(decoder.layers)
     dynamo.fail_on_recompile_limit_hit = True  # the default falls back to eager, with a line in the log
+    inductor.realize_reads_threshold = 24  # the convolution's taps are read again rather than written between
     for layer in decoder.layers:
         layer.forward = torch.compile(layer.forward)
 

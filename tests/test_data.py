@@ -553,6 +553,20 @@ def test_a_prompt_without_thinking_leaves_the_answer_alone_supervised(encoder):
 """
 
 
+def test_thinking_under_a_prompt_without_it_starts_behind_its_tag(encoder):
+    quick = encoder(template_args='{"enable_thinking": false}')
+    assert golden(quick, user("17?"), says("Yes.", reasoning_content="Odd.")) == """\
+<|im_start|>user
+17?<|im_end|>
+<|im_start|>assistant
+<think>
+«Odd.
+</think>
+
+Yes.<|im_end|>»
+"""
+
+
 def test_thinking_that_is_preserved_is_supervised_in_every_turn(encoder):
     keeping = encoder(template_args='{"preserve_thinking": true}')
     assert golden(keeping, user("15?"), says("No.", reasoning_content="3 * 5."), user("16?"), says("Nor."),
@@ -661,6 +675,10 @@ DEEPSEEK = (EACH + "{% if m.role == 'user' %}{{ '<|User|>' ~ m.content }}{% else
             "m.content.split('</think>')[-1] ~ '<|end|>' }}{% endif %}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}",
             ("<|User|>", "<|Assistant|>", "<|end|>"))
+CHANNELS = (EACH + "{{ '<|start|>' ~ m.role ~ ('<|channel|>final' if m.role == 'assistant' else '') }}"
+            "{{ '<|message|>' ~ m.content ~ '<|end|>' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}",
+            ("<|start|>", "<|channel|>", "<|message|>", "<|end|>"))
 PLAIN = (EACH + "{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}{% endfor %}"
          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}", ())
 TAGGED = (EACH + "{% if m.role == 'assistant' %}{{ '\n' }}{% generation %}{{ m.content }}{% endgeneration %}"
@@ -676,6 +694,9 @@ OTHERS = {
               "<start_of_turn>user\n<end_of_turn>\n<start_of_turn>model\n«d<end_of_turn>»\n"),
     "mistral": (MISTRAL, "[INST] A? [/INST]« b.</s>»[INST]  [/INST]« d</s>»"),
     "deepseek": (DEEPSEEK, "<|User|>A?<|Assistant|>«b.<|end|>»<|User|><|Assistant|>«d<|end|>»"),
+    "channels": (CHANNELS, "<|start|>user<|message|>A?<|end|>"
+                 "<|start|>assistant«<|channel|>final<|message|>b.<|end|>»"
+                 "<|start|>user<|message|><|end|><|start|>assistant«<|channel|>final<|message|>d<|end|>»"),
     "plain": (PLAIN, "<|im_start|>user\nA?<|im_end|>\n<|im_start|>assistant\n«b.<|im_end|>»\n"
               "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n«d<|im_end|>»\n"),
     "tagged": (TAGGED, "user: A?\n«b.»\nuser: \n«d»\n"),

@@ -25,9 +25,9 @@ from s3 import S3Server
 
 ROOT = Path(__file__).resolve().parent.parent
 AWS = Path(sys.executable).parent / "aws"
-KEYS = set("""shard num_shards processed skipped total rate_per_sec eta_hours batch total_batches tokens
-tokens_per_sec state uploaded pending_uploads failed_uploads staged_bytes waited_for_room_s gpu_busy updated_at
-exit_code error""".split())
+KEYS = """shard num_shards processed skipped total rate_per_sec eta_hours batch total_batches tokens state
+tokens_per_sec uploaded pending_uploads failed_uploads staged_bytes waited_for_room_s gpu_busy updated_at
+exit_code error""".split()
 
 
 class Run:
@@ -41,15 +41,19 @@ class Run:
     def log_file(self, shard):
         return self.folder / f"shard_{shard}.log"
 
+    def flags(self, *args, shard=0, num_shards=1):
+        flags = ["--model", self.model, "--data", self.data, "--out", self.out, "--work", self.work,
+                 "--stage", self.stage, "--shard", shard, "--num-shards", num_shards, "--tokens", 1024,
+                 "--max-len", 300, "--compute-dtype", "fp32", "--dtype", "fp32", *args]
+        return [str(flag) for flag in flags]
+
     def start(self, *args, shard=0, num_shards=1, env=None):
         self.begun[shard] = self.log_file(shard).stat().st_size if self.log_file(shard).exists() else 0
-        command = [sys.executable, ROOT / "extract.py", "--model", self.model, "--data", self.data,
-                   "--out", self.out, "--work", self.work, "--stage", self.stage, "--shard", str(shard),
-                   "--num-shards", str(num_shards), "--tokens", "1024", "--max-len", "300",
-                   "--compute-dtype", "fp32", "--dtype", "fp32", *args]
+        flags = self.flags(*args, shard=shard, num_shards=num_shards)
         with open(self.log_file(shard), "ab") as log:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                       cwd=self.folder, env=env or self.env)
+            process = subprocess.Popen(
+                [sys.executable, ROOT / "extract.py", *flags], cwd=self.folder, env=env or self.env,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         self.processes.append(process)
         return process
 
@@ -58,7 +62,7 @@ class Run:
 
     def log(self, shard=0):
         """What the latest start of a shard said."""
-        return self.log_file(shard).read_bytes()[self.begun[shard]:].decode()
+        return self.log_file(shard).read_bytes()[self.begun.get(shard, 0):].decode()
 
     def progress(self, shard=0):
         try:
@@ -206,7 +210,7 @@ def test_markers_say_samples_and_tokens(whole):
 
 @pytest.mark.parametrize("shard", [0, 1])
 def test_progress_has_every_key(whole, shard):
-    assert KEYS <= whole.progress(shard).keys()
+    assert set(KEYS) <= whole.progress(shard).keys()
 
 
 @pytest.mark.parametrize("shard", [0, 1])
@@ -520,7 +524,7 @@ def cases(runs, place, s3, whole, tmp_path_factory):
     strange = shutil.copytree(place.model, folder / "strange")
     config = json.loads((strange / "config.json").read_text())
     (strange / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
-    no_words = shutil.copytree(place.model, folder / "no_words", ignore=shutil.ignore_patterns("*token*"))
+    silent = shutil.copytree(place.model, folder / "silent", ignore=shutil.ignore_patterns("*token*"))
 
     def begun():
         """A run with the plan and the markers of the undisturbed one."""
@@ -542,7 +546,7 @@ def cases(runs, place, s3, whole, tmp_path_factory):
         "missing model": (runs(), ["--model", "no/such/model"], ["--model no/such/model"]),
         "model without files": (runs(), ["--model", folder / "bare"], [str(folder / "bare"), "config.json"]),
         "unknown kind of model": (runs(), ["--model", strange], [str(strange)]),
-        "model without tokenizer": (runs(), ["--model", no_words], [str(no_words), "tokenizer"]),
+        "model without tokenizer": (runs(), ["--model", silent], [str(silent), "tokenizer"]),
         "missing data": (runs(data="no/such.jsonl"), [], ["--data no/such.jsonl", "no such file"]),
         "empty data": (runs(data=folder / "empty.jsonl"), [], [str(folder / "empty.jsonl")]),
         "all skipped": (runs(data=broken), [], [str(broken), "'unreadable': 2"]),
@@ -567,14 +571,33 @@ no GPU"""
 NAMES = [name.strip() for name in NAMES.split(",")]
 
 
+ONE_IMPORT = """
+import json, os, sys
+from transformers import AutoConfig, AutoTokenizer
+import extract
+codes = []
+for flags, env, folder, log in json.load(sys.stdin):
+    if not (child := os.fork()):
+        for stream in (1, 2):
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(env)
+        os._exit(extract.main(flags))
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(json.dumps(codes))
+"""
+
+
 @pytest.fixture(scope="module")
 def refused(cases):
-    """{name: (exit code, run, words)}"""
-    def refuse(name):
-        run, args, words = cases[name]
-        return run.run(*args), run, words
-    with ThreadPoolExecutor(3) as pool:
-        return dict(zip(cases, pool.map(refuse, cases)))
+    """{name: (exit code, run, words)}: a process each, forked from one that has loaded torch."""
+    asked = [(run.flags(*args), dict(run.env), str(run.folder), str(run.log_file(0)))
+             for run, args, _ in cases.values()]
+    done = subprocess.run([sys.executable, "-c", ONE_IMPORT], cwd=ROOT, input=json.dumps(asked), timeout=280,
+                          stdout=subprocess.PIPE, text=True, check=True)
+    return {name: (code, run, words) for code, (name, (run, _, words))
+            in zip(json.loads(done.stdout), cases.items(), strict=True)}
 
 
 def test_every_case_is_looked_at(cases):
@@ -668,8 +691,8 @@ esac"""}
 
 @pytest.fixture(scope="module")
 def misled(runs, place, s3):
-    """{name of a body: run of three batches with such an aws first on PATH}. It notes the arguments of all calls
-    in `args`, and for each upload of a batch its niceness and how many run in `calls`."""
+    """{name of a body: run of three batches with such an aws first on PATH}. It notes the arguments of all
+    calls in `args`, and for each upload of a batch its niceness and how many run in `calls`."""
     made = {}
     for name, body in BODIES.items():
         made[name] = run = runs(out=f"s3://bucket/{name}", data=place.few, env=s3.environ())
