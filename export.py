@@ -22,10 +22,11 @@ KEY = "batches/batch_{:06d}.safetensors"
 
 
 class OutputError(Exception):
-    """Reading or writing failed, in the server's or the system's words; `permanent` where another try cannot help."""
-    PERMANENT = re.compile("NoSuchBucket|InvalidAccessKeyId|SignatureDoesNotMatch|AccessDenied|ExpiredToken|InvalidToken|"
-                           "Forbidden|[Uu]nable to locate credentials|[Pp]artial credentials|[Ii]nvalid bucket name|"
-                           "PermanentRedirect|AuthorizationHeaderMalformed|config profile|No such file or directory")
+    """Reading or writing failed, in the server's or the system's words; `permanent`: another try cannot help."""
+    PERMANENT = re.compile("NoSuchBucket|InvalidAccessKeyId|SignatureDoesNotMatch|AccessDenied|ExpiredToken|"
+                           "InvalidToken|Forbidden|[Uu]nable to locate credentials|[Pp]artial credentials|"
+                           "[Ii]nvalid bucket name|PermanentRedirect|AuthorizationHeaderMalformed|"
+                           "config profile|No such file or directory")
 
     @property
     def permanent(self):
@@ -35,8 +36,9 @@ class OutputError(Exception):
 def open_output(out, config=None, abort=None, mbps=0.0):
     """OUT -> its Local or S3.
 
-    config: where the private copy of the AWS configuration goes (default: a temporary file); abort: an event that
-    ends transfers under way; mbps: limit of one upload in megabytes per second, 0 for none. Raises OutputError.
+    config: where the private copy of the AWS configuration goes (default: a temporary file); abort: an event
+    that ends transfers under way; mbps: limit of one upload, in megabytes per second, 0 for none. Raises
+    OutputError.
     """
     return S3(out, config, abort or threading.Event(), mbps) if out.startswith("s3://") else Local(out)
 
@@ -53,6 +55,13 @@ class Local:
     def read(self, key):
         """bytes, or None where there is no such file."""
         return (self.root / key).read_bytes() if (self.root / key).is_file() else None
+
+    def read_json(self, key):
+        """The JSON object under a key, {} where there is none. Raises OutputError for anything else."""
+        try:
+            return dict(json.loads(self.read(key) or b"{}"))
+        except (ValueError, TypeError):
+            raise OutputError(f"{self}/{key} is none of ours, it holds no JSON object") from None
 
     def write(self, key, data):
         """str or bytes -> OUT/key."""
@@ -93,10 +102,10 @@ class S3(Local):
         self.bucket, _, prefix = out.removeprefix("s3://").partition("/")
         self.prefix, self.abort = "".join(f"{part}/" for part in prefix.split("/") if part), abort
         config = config or Path(tempfile.mkdtemp(prefix="aws-")) / "config"
+        search = f"{os.environ.get('PATH', os.defpath)}:{Path(sys.executable).parent}"
         self.env = os.environ | {"AWS_RETRY_MODE": "standard", "AWS_MAX_ATTEMPTS": "5", "AWS_PAGER": "",
-                                 "AWS_CONFIG_FILE": str(config.resolve()),
-                                 "PATH": f"{os.environ.get('PATH', os.defpath)}:{Path(sys.executable).parent}"}
-        # These settings have no environment variables: a private copy of the user's own configuration takes them.
+                                 "AWS_CONFIG_FILE": str(config.resolve()), "PATH": search}
+        # These settings have no environment variables: a private copy of the user's configuration takes them.
         theirs = Path(os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config").expanduser()
         config.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as f:
@@ -111,10 +120,11 @@ class S3(Local):
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
     def aws(self, *args, deadline=120.0):
-        """One aws command under nice, ended as a group at its deadline in seconds. Returns stdout; raises OutputError."""
+        """One aws command under nice, ended as a group at its deadline, in seconds -> stdout. Raises OutputError."""
         command = ["nice", "-n", "19", "aws", *args, "--cli-read-timeout", "30", "--cli-connect-timeout", "30"]
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            p = subprocess.Popen(command, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, process_group=0)
+            p = subprocess.Popen(command, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                                 process_group=0)
             end, how = time.monotonic() + deadline, None
             while p.poll() is None and not how:
                 time.sleep(0.05)
@@ -129,7 +139,8 @@ class S3(Local):
             if p.wait() or how:
                 err.seek(max(0, err.seek(0, os.SEEK_END) - 2000))
                 words = " ".join(err.read().decode(errors="replace").split())
-                raise OutputError(f"aws {' '.join(args[:2])}: {how or f'exit code {p.returncode}'}: {words or 'no words'}")
+                how = how or f"exit code {p.returncode}"
+                raise OutputError(f"aws {' '.join(args[:2])}: {how}: {words or 'no words'}")
             out.seek(0)
             return out.read()
 
@@ -149,15 +160,18 @@ class S3(Local):
     def put(self, path, key, size, deadline):
         url = f"s3://{self.bucket}/{self.prefix}{key}"
         self.aws("s3", "cp", str(path), url, "--only-show-errors", deadline=deadline)
-        there = self.api("head-object", "--key", self.prefix + key, "--query", "ContentLength", "--output", "text")
-        if there.strip() != b"%d" % size:  # exit code 0 alone proves nothing
-            raise OutputError(f"{url} has {there.decode().strip()} bytes after its upload, {size} were planned")
+        there = self.api("head-object", "--key", self.prefix + key, "--query", "ContentLength", "--output",
+                         "text").decode().strip()
+        if there != str(size):  # exit code 0 alone proves nothing
+            raise OutputError(f"{url} has {there} bytes after its upload, {size} were planned")
 
     def clean(self, keys):
         try:
-            found = self.api("list-multipart-uploads", "--prefix", self.prefix + "batches/", "--output", "json")
-            for upload in json.loads(found or b"{}").get("Uploads") or []:
-                if upload["Key"].removeprefix(self.prefix) in keys:
-                    self.api("abort-multipart-upload", "--key", upload["Key"], "--upload-id", upload["UploadId"])
+            prefix = self.prefix + "batches/"
+            found = self.api("list-multipart-uploads", "--prefix", prefix, "--output", "json") or b"{}"
+            for upload in json.loads(found).get("Uploads") or []:
+                key, identity = upload["Key"], upload["UploadId"]
+                if key.removeprefix(self.prefix) in keys:
+                    self.api("abort-multipart-upload", "--key", key, "--upload-id", identity)
         except OutputError as e:
             print(f"did not look for multipart uploads left open: {e}", flush=True)

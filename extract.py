@@ -2,8 +2,8 @@
 
 One process is one shard; `make extract` starts one per GPU, and a cluster's scheduler can do the same:
 
-    python extract.py --model Qwen/Qwen3.6-27B --data chat.jsonl --out s3://bucket/run --plan-only
-    python extract.py --model Qwen/Qwen3.6-27B --data chat.jsonl --out s3://bucket/run --shard 0 --num-shards 4
+    python extract.py --model Qwen/Qwen3.6-27B --data chat.jsonl --out s3://b/run --plan-only
+    python extract.py --model Qwen/Qwen3.6-27B --data chat.jsonl --out s3://b/run --shard 0 --num-shards 4
 
 OUT/manifest.json                      what this is; `complete` once every batch is there
 OUT/index.parquet                      a row per sample: id, row, batch, start, length, supervised
@@ -16,14 +16,13 @@ STAGE/<fingerprint>/                   finished batches on their way to OUT
 
 A batch is done when its marker exists. Kill anything at any time: the next start uploads what was staged,
 computes what is missing, and repeats at most the batches that were in flight. RESUME CONTRACT stands where
-order matters. Exit codes: 0 every batch of the shard is in OUT and marked; 1 failed; 2 refused before the model
-was loaded; 3 stopped on request, resumable. Elsewhere: the packed kernels and their proof in warmup.py, the way
-to OUT in export.py, progress and the room that is left in monitor.py.
+order matters. Exit codes: 0 every batch of the shard is in OUT and marked; 1 failed; 2 refused before the
+model was loaded; 3 stopped on request, resumable. Elsewhere: the packed kernels and their proof in warmup.py,
+the way to OUT in export.py, progress and the room that is left in monitor.py.
 """
 import argparse
 import errno
 import fcntl
-import hashlib
 import json
 import multiprocessing
 import os
@@ -94,7 +93,7 @@ class Options:
     allow_slow: bool = opt(False, "on a GPU, run without the fast kernels")
     eager: bool = opt(False, "on a GPU, do not compile the layers")
 
-class Stopped(Exception):
+class Stopped(BaseException):  # not an Exception: nothing on its way may take it for a failure of its own
     code = 3
 
 def flag(name):
@@ -116,7 +115,10 @@ def own_shard(o):
     for index, count in (("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT"), ("SLURM_PROCID", "SLURM_NTASKS"),
                          ("JOB_COMPLETION_INDEX", ""), ("RANK", "WORLD_SIZE")):
         if o.shard == "auto" and env(index):
-            o.shard, o.num_shards = env(index), int(env(count) or o.num_shards)
+            o.shard, o.num_shards = env(index), env(count) or o.num_shards
+    if not str(o.num_shards).isdecimal():
+        raise Refused(f"--shard auto: {o.num_shards} is no number of shards")
+    o.num_shards = int(o.num_shards)
     if not o.shard.isdecimal() or int(o.shard) >= o.num_shards:
         raise Refused(f"--shard {o.shard}: with --num-shards {o.num_shards} it is 0 to {o.num_shards - 1}")
     o.shard = int(o.shard)
@@ -213,6 +215,7 @@ class Encoder:
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(self.path)
             assert self.tokenizer.is_fast, "it is not a fast one (tokenizer.json)"
+            assert len(self.tokenizer) > 128, "its vocabulary is empty (tokenizer.json)"
             assert self.tokenizer.chat_template, "it has no chat template"
         except Exception as e:
             raise Refused(f"chat data needs the tokenizer in {self.path}: {first_line(e)}") from None
@@ -294,12 +297,13 @@ class Encoder:
         return ids, mask, 0
 
     def encode(self, line):
-        """bytes -> (id or None, ids int32 [n], mask uint8 [n], turns lost); raises Skip(reason, detail, id)"""
+        """bytes -> (id or None, ids int32 [n], mask uint8 [n], lost turns); raises Skip(reason, detail, id)"""
         name, o = None, self.o
         try:
             record = json.loads(line)
             names = [record.get(key) for key in ("id", "conversation_id", "uuid")]
             name = next((str(n) for n in names if n is not None), None)
+            (name or "").encode()  # an id with a lone surrogate fits into no index
             if "input_ids" not in record and not self.tokenizer:
                 self.load()
             ids, mask, lost = (self.pretokenized if "input_ids" in record else self.chat)(record)
@@ -346,10 +350,6 @@ def read_lines(files):
                 if (line := line.removeprefix(b"\xef\xbb\xbf")).strip():
                     yield row, number, line
                 row += 1
-
-def file_hash(path):
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").digest()
 
 def determined_by(o, path, data, layers, final):
     """Everything that the content of the output depends on, by name; its hash is the fingerprint."""
@@ -422,7 +422,7 @@ class Plan:
         return len(text).to_bytes(8, "little") + text, list(header)[1:], 8 + len(text) + offset
 
 def tokenize(o, path, vocab_size, files, directory):
-    """The data -> tokens.bin, loss_mask.bin, skipped.jsonl; returns (SAMPLE [n], ids, counts), in its order."""
+    """The data -> tokens.bin, loss_mask.bin, skipped.jsonl; returns (SAMPLE [n], ids, counts) in its order."""
     from tqdm import tqdm
     samples, names, skipped, lost, offset, pending = [], [], Counter(), 0, 0, deque()
     workers, lines = o.plan_workers or min(16, os.cpu_count()), read_lines(files)
@@ -474,8 +474,8 @@ def make_plan(o, path, vocab_size, files, directory, known):
     index = {name: samples[name] for name in ("row", "batch", "start", "length", "supervised")}
     pq.write_table(pa.table({"id": [names[i] for i in order]} | index), directory / "index.parquet")
     known["counts"] = counts | {
-        "samples": len(samples), "batches": int(samples["batch"][-1]) + 1,
-        "tokens": int(samples["length"].sum(dtype="i8")), "supervised": int(samples["supervised"].sum(dtype="i8"))}
+        "samples": len(samples), "tokens": int(samples["length"].sum(dtype="i8")),
+        "supervised": int(samples["supervised"].sum(dtype="i8")), "batches": int(samples["batch"][-1]) + 1}
     for whole in (False, True):  # the second time with sizes, which come from the first
         write_atomic(directory / "plan.json", json.dumps(known | {"whole": whole}, indent=1))
         plan = Plan(directory)
@@ -495,10 +495,10 @@ def get_plan(o, work, path, output):
     inputs = [[f.name, *stamp(f)] for f in files]
     with open(directory / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it however this process ends
-        there = json.loads(output.read("manifest.json") or "{}")
+        there = output.read_json("manifest.json")
         old = read_json(directory / "plan.json") or {}
         old, begun = old if old.get("whole") else {}, any((work / "markers").glob(".done_*"))
-        data = old["data"] if old.get("inputs") == inputs else sha(*map(file_hash, files))
+        data = old["data"] if old.get("inputs") == inputs else sha(*map(warmup.file_hash, files))
         now = determined_by(o, path, data, layers, final)
         known = now | {"fingerprint": sha(compact(now)), "model": o.model, "hidden_size": config.hidden_size,
                        "convention": CONVENTION, "out": str(output), "inputs": inputs}
@@ -507,9 +507,11 @@ def get_plan(o, work, path, output):
                 what = "; ".join(f"{k} was {was.get(k)}, now {now[k]}" for k in now if was.get(k) != now[k])
                 raise Refused(f"{place} holds another run. What differs: {what}. Use another OUT and WORK")
         if begun and old.get("out") != str(output):
-            raise Refused(f"the markers in WORK {work} are of OUT {old.get('out')}. Use another WORK for {output}")
+            raise Refused(f"the markers in WORK {work} are of OUT {old.get('out')}: use another for {output}")
         current = old.get("fingerprint") == known["fingerprint"] and old["out"] == str(output)
         plan = Plan(directory) if current else make_plan(o, path, config.vocab_size, files, directory, known)
+        if plan.inputs != inputs:  # equal data under new dates: next time it need not be read to know
+            write_atomic(directory / "plan.json", json.dumps(plan.known | {"inputs": inputs}, indent=1))
         if not there and not o.plan_only:  # which also proves that OUT takes files, before any GPU is touched
             output.write("index.parquet", (directory / "index.parquet").read_bytes())
             output.write("manifest.json", manifest(plan))
@@ -526,14 +528,14 @@ def manifest(plan, excluded=None, complete=False):
 def print_estimate(o, plan, work, stage):
     c, measured = plan.counts, (read_json(work / "warmup.json") or {}).get("tokens_per_sec")
     rate = measured or ASSUMED_RATE
-    say(f"plan {plan.fingerprint}: {c['samples']:,} samples, {c['tokens']:,} tokens ({c['supervised']:,} supervised), "
-        f"{c['turns_lost']:,} turns not located")
+    say(f"plan {plan.fingerprint}: {c['samples']:,} samples, {c['tokens']:,} tokens, {c['supervised']:,} of which "
+        f"are supervised, {c['turns_lost']:,} turns not located")
     if c["skipped"]:
-        say(f"{c['skipped']:,} samples skipped: {c['skipped_by_reason']}; see {work / 'plan' / 'skipped.jsonl'}")
+        say(f"{c['skipped']:,} samples skipped {c['skipped_by_reason']}: {work / 'plan' / 'skipped.jsonl'}")
     say(f"layers {plan.layers}{' and the final state' * plan.final}: {CONVENTION}")
     say(f"{c['batches']:,} batches, {c['tokens'] / c['batches'] / o.tokens:.1%} of {o.tokens:,} tokens full: "
         f"{c['bytes'] / 1e9:,.2f} GB ({c['bytes'] / c['tokens']:,.0f} bytes a token) into {plan.out}")
-    say(f"{stage.capacity() / 1e9:,.2f} GB of room in {o.stage}, a batch takes up to {c['largest'] / 1e9:.3f} GB")
+    say(f"{stage.capacity() / 1e9:,.2f} GB of room in {o.stage}, up to {c['largest'] / 1e9:.3f} GB a batch")
     whence = "as warm-up measured" if measured else "assumed, Qwen3.6-27B on one H200; `make warmup` measures"
     hours = c["tokens"] / rate / o.num_shards / 3600
     say(f"{hours:,.2f} hours with {o.num_shards} shards, at {rate:,.0f} tokens/s each ({whence})")
@@ -551,7 +553,7 @@ class Slot:
         self.began, self.ended, self.copied = (cuda and torch.cuda.Event(True) for _ in "123")
 
     def store(self, column, row, states):
-        """states [n, H] of a capture (with --final the last is the final state) -> rows from `row` on, cast."""
+        """states [n, H] of a capture (with --final the last is the final state) -> rows from `row` on."""
         n, h = states.shape
         rows, at, into = slice(row, row + n), slice(column * h, (column + 1) * h), self.device
         into["range"][rows, 2 * column:2 * column + 2] = torch.stack(torch.aminmax(states, dim=-1), -1)
@@ -565,28 +567,30 @@ class Slot:
             into["hidden_states_scale"][rows, column] = scale[:, 0]
             into["hidden_states"][rows, at] = (states.float() / scale).to(fp8)
 
-class Extractor:
-    """The text decoder of a model, cut after the last captured layer; batch() leaves its states in a Slot."""
+def load_decoder(o, path):
+    """The text decoder of a model, weights on the GPU where there is one. Raises Failed for missing weights."""
+    import transformers
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    how = {"dtype": KINDS[o.compute_dtype][1], "attn_implementation": "sdpa", "output_loading_info": True}
+    how |= {"device_map": {"": 0}} if torch.cuda.is_available() else {}  # straight there, with no copy on the host
+    autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    config = transformers.AutoConfig.from_pretrained(path)
+    auto = next((auto for auto in autos if type(config) in auto._model_mapping), autos[0])
+    model, info = auto.from_pretrained(path, **how)
+    if info["missing_keys"]:
+        raise Failed(f"{path} lacks weights of its model: {sorted(info['missing_keys'])[:3]} …")
+    return model.get_decoder()
 
-    def __init__(self, o, path, plan):
-        """Weights to the device, hooks set. Raises Failed for weights that are missing."""
-        import transformers
+class Extractor:
+    """A text decoder, cut after the last captured layer; batch() leaves a batch's states in a Slot."""
+
+    def __init__(self, o, plan, decoder):
         self.o, self.plan, self.splits, self.packs = o, plan, 0, o.samples_per_forward != 1
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.decoder, self.device = decoder.eval(), next(decoder.parameters()).device
         self.cuda = self.device.type == "cuda"
         self.fill = (o.forward_tokens or o.tokens) * self.cuda  # a GPU sees one shape always
         self.copies = torch.cuda.Stream() if self.cuda else None
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        how = {"dtype": KINDS[o.compute_dtype][1], "attn_implementation": "sdpa", "output_loading_info": True}
-        how |= {"device_map": {"": 0}} if self.cuda else {}  # straight to the device, no copy on the host
-        autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
-        config = transformers.AutoConfig.from_pretrained(path)
-        auto = next((auto for auto in autos if type(config) in auto._model_mapping), autos[0])
-        model, info = auto.from_pretrained(path, **how)
-        if info["missing_keys"]:
-            raise Failed(f"{path} lacks weights of its model: {sorted(info['missing_keys'])[:3]} …")
-        self.decoder = decoder = model.get_decoder().eval()
         last = len(decoder.layers) - 1 if plan.final else max(plan.layers)
         decoder.layers, decoder.norm = decoder.layers[:last + 1], torch.nn.Identity()
         decoder.config.num_hidden_layers = last + 1
@@ -597,7 +601,7 @@ class Extractor:
 
     @torch.no_grad()
     def row(self, ids, sink, fill=0):
-        """One forward over samples (int32 arrays) laid end to end as [1, T]; calls sink(column, states [T, H])."""
+        """One forward over samples (int32 arrays) laid end to end as [1, T]; sink(column, states [T, H])."""
         self.sink, longest, lengths = sink, self.o.max_len, [len(x) for x in ids]
         pad = max(0, fill - sum(lengths))  # a dummy, in pieces no longer than a sample
         lengths += [min(longest, pad - i) for i in range(0, pad, longest)]
@@ -606,7 +610,8 @@ class Extractor:
         host = [torch.from_numpy(x) for x in host]
         host = [x.pin_memory() for x in host] if self.cuda else host  # else copies wait for the GPU
         tokens, positions, cu = (x.to(self.device, non_blocking=True) for x in host)
-        with warmup.packing(cu, host[2], longest, positions[None]) if self.packs else nullcontext({}) as packed:
+        inside = warmup.packing(cu, host[2], longest, positions[None]) if self.packs else nullcontext({})
+        with inside as packed:
             self.decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **packed)
 
     def batch(self, ids, slot):
@@ -650,12 +655,13 @@ class Stage:
     def __init__(self, path, fingerprint):
         self.dir, self.closed = Path(path).resolve() / fingerprint, False
         try:
-            self.dir.mkdir(parents=True, exist_ok=True)
+            self.dir.parent.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise Refused(f"--stage {path} cannot be used: {e}") from None
 
     def claim(self, work):
         """Refuses a staging directory through which another work directory is running the same extraction."""
+        self.dir.mkdir(exist_ok=True)
         mine = self.dir / f".run_{sha(work.resolve())}"
         self.lock = open(mine, "w")
         fcntl.flock(self.lock, fcntl.LOCK_SH)
@@ -665,10 +671,10 @@ class Stage:
                     fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 other.unlink()
             except BlockingIOError:
-                raise Refused(f"another WORK is running the same through {self.dir}: use another --stage") from None
+                raise Refused(f"another WORK runs the same through {self.dir}: use another --stage") from None
 
     def capacity(self):
-        return monitor.room(self.dir)[1] + sum(f.stat().st_size for f in self.dir.glob("batch_*"))
+        return monitor.room(self.dir.parent)[1] + sum(f.stat().st_size for f in self.dir.glob("batch_*"))
 
     def reserve(self, path, size):
         """An open file of `size` allocated bytes, or None while there is no room."""
@@ -706,7 +712,7 @@ def write_batch(o, plan, stage, uploads, progress, stop, batch, slot, too_large)
     wrong = np.flatnonzero((~np.isfinite(least) | ~np.isfinite(greatest) | (least == greatest)).any(1))
     bad = set(np.searchsorted(rows["start"], wrong, "right") - 1) - set(too_large)
     if bad and not o.skip_bad:
-        raise Failed(f"batch {batch}: states of sample {rows['row'][min(bad)]} (its row in the data) hold NaN, Inf or "
+        raise Failed(f"batch {batch}: states of sample {rows['row'][min(bad)]} (a row of the data) hold NaN, Inf or "
                      "are constant; the batch was not written. --skip-bad passes over such samples")
     why = {i: "bad numbers" for i in bad} | {i: "too large for GPU memory" for i in too_large}
     for i in why:
@@ -715,7 +721,9 @@ def write_batch(o, plan, stage, uploads, progress, stop, batch, slot, too_large)
     (header, names, total), crc = plan.layout(batch), 0
     path = stage.dir / Path(KEY.format(batch)).name
     while not (f := stage.reserve(path.with_suffix(".tmp"), total)):
-        progress.wait_for_room(True)
+        if progress.wait_for_room(True):
+            say(f"waiting for room: {stage.dir.parent} is above the brake"
+                + ", with other files than this run's" * (not any(stage.dir.glob("batch_*"))))
         if stop.wait(0.2) or uploads.fatal:
             return slot  # nothing of it was written: the next start computes it again
         if uploads.failed and not uploads.pending:
@@ -829,7 +837,8 @@ def run(o, work, progress, stop):
 
     writer, writing, printed = ThreadPoolExecutor(1), deque(), 0
     try:
-        # RESUME CONTRACT: torn files of ours go, whole ones without a marker are uploaded, the rest is computed
+        # RESUME CONTRACT: torn files of ours go, whole ones without marker are uploaded, the rest is computed
+        output.clean({KEY.format(batch) for batch in mine})
         done, todo = {int(f.name[6:]) for f in (work / "markers").glob(".done_*")}, []
         for batch in mine:
             file = stage.dir / Path(KEY.format(batch)).name
@@ -841,13 +850,13 @@ def run(o, work, progress, stop):
                 uploads.add(batch, file)
             else:
                 todo.append(batch)
-        say(f"shard {o.shard} of {o.num_shards}: {len(mine)} batches; {len(done.intersection(mine))} were done, "
-            f"{len(mine) - len(todo) - len(done.intersection(mine))} staged, {len(todo)} are to be computed")
+        before = len(done.intersection(mine))
+        say(f"shard {o.shard} of {o.num_shards}: {len(mine)} batches; {before} were done, "
+            f"{len(mine) - len(todo) - before} staged, {len(todo)} are to be computed")
 
         if todo:
-            output.clean({KEY.format(batch) for batch in mine})
             progress.set(state="loading")
-            extractor = Extractor(o, path, plan)
+            extractor = Extractor(o, plan, load_decoder(o, path))
             progress.set(state="warming")
             say(f"start checks passed: {compact(warmup.prepare(extractor))}")
             slots = deque(Slot(plan, o.tokens, extractor.device) for _ in range(2))
@@ -880,7 +889,7 @@ def run(o, work, progress, stop):
         writer.shutdown(cancel_futures=True)
 
     if uploads.fatal or uploads.failed:
-        raise Failed(f"{uploads.failed or 'all further'} uploads failed: {uploads.last_error}. What they left waits in "
+        raise Failed(f"{uploads.failed or 'all further'} uploads failed: {uploads.last_error}. What is left waits in "
                      f"{stage.dir}; when the cause is mended, the same command goes on")
     if progress.now["batch"] < len(mine):
         raise Stopped(f"with {progress.now['batch']} of {len(mine)} batches done; the same command goes on")

@@ -57,7 +57,7 @@ def write_atomic(path, data):
 
 
 def room(path):
-    """(bytes used, bytes left) where path lies: left is the least that filesystem, free memory and cgroup leave."""
+    """(bytes used, bytes left) where path lies: the least that filesystem, free memory and cgroup leave."""
     fs, path = os.statvfs(path), Path(path).resolve()
     left = [fs.f_bavail * fs.f_frsize]
     mounts = [p for p in psutil.disk_partitions(all=True) if path.is_relative_to(p.mountpoint)]
@@ -83,8 +83,9 @@ class Progress(threading.Thread):
         self.plan = self.uploads = self.began = self.shut = None
         self.left = 0  # tokens in batches without a marker
         self.now = dict.fromkeys(COUNTS, 0) | {
-            "shard": shard, "num_shards": num_shards, "rate_per_sec": 0.0, "tokens_per_sec": 0.0, "gpu_busy": 0.0,
-            "eta_hours": None, "state": "planning", "skipped_by_reason": {}, "exit_code": None, "error": None}
+            "shard": shard, "num_shards": num_shards, "rate_per_sec": 0.0, "tokens_per_sec": 0.0,
+            "gpu_busy": 0.0, "eta_hours": None, "state": "planning", "skipped_by_reason": {},
+            "exit_code": None, "error": None}
         self.set()
         self.start()
 
@@ -97,12 +98,13 @@ class Progress(threading.Thread):
         with self.lock:
             now, t = self.now, time.time()
             now.update(new)
-            while self.events and not t - 60 <= self.events[0][0] <= t:  # gone by, or from before a clock was set back
+            while self.events and not t - 60 <= self.events[0][0] <= t:  # gone by, or a clock was set back
                 self.events.popleft()
             span = min(60.0, max(1.0, t - (self.began or t)))
             samples, tokens, busy = (sum(event[i] for event in self.events) / span for i in (1, 2, 3))
-            now.update(rate_per_sec=round(samples, 3), tokens_per_sec=round(tokens, 1), gpu_busy=round(min(1, busy), 3),
-                       eta_hours=round(self.left / tokens / 3600, 4) if tokens else None, updated_at=t)
+            now.update(rate_per_sec=round(samples, 3), tokens_per_sec=round(tokens, 1), updated_at=t,
+                       gpu_busy=round(min(1, busy), 3),
+                       eta_hours=round(self.left / tokens / 3600, 4) if tokens else None)
             if self.plan and not self.left:
                 now["eta_hours"] = 0.0
             if self.shut:
@@ -142,18 +144,21 @@ class Progress(threading.Thread):
             self.events.append((time.time(), 0, 0, seconds))
 
     def wait_for_room(self, waiting):
-        """The writer waits for room in staging, or no longer does."""
-        if bool(self.shut) != waiting:
+        """The writer waits for room in staging, or no longer does. Returns whether that is news."""
+        news = bool(self.shut) != waiting
+        if news:
             with self.lock:
                 self.shut = self.shut or time.time()
                 self.set(state="waiting_for_room" if waiting else "running")
                 self.shut = self.shut if waiting else None
+        return news
 
     def line(self):
         """What a shard's log says now and then."""
         now = self.now
         eta = "?" if now["eta_hours"] is None else f"{now['eta_hours']:.2f} h"
-        return (f"batch {now['batch']}/{now['total_batches']} ({now['batch'] / max(1, now['total_batches']):.0%}) | "
+        part = now["batch"] / max(1, now["total_batches"])
+        return (f"batch {now['batch']}/{now['total_batches']} ({part:.0%}) | "
                 f"{now['rate_per_sec']:,.1f} samples/s | {now['tokens_per_sec']:,.0f} tokens/s | eta {eta} | "
                 f"{now['pending_uploads']} uploads pending, {now['failed_uploads']} failed")
 

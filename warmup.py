@@ -2,9 +2,9 @@
 
     python warmup.py --model Qwen/Qwen3.6-27B --work work          (`make warmup`)
 
-Four processes that compile the same Triton kernels at once keep every core busy and the GPUs idle; after this they
-find them compiled. It reports the environment, runs the run's one shape filled in different ways, cold and warm,
-proves the packed forward against plain transformers, and leaves WORK/warmup.json. Its last line is that JSON.
+Four processes that compile the same Triton kernels at once keep every core busy and the GPUs idle; after this
+they find them compiled. It reports the environment, runs the run's one shape filled in different ways, cold and
+warm, proves the packed forward against plain transformers, and leaves WORK/warmup.json, which is its last line.
 
 The first half are the kernels themselves, which extract.py puts into a model: attention, delta rule and short
 convolution that keep the samples of a packed row apart, and the checks that every start makes.
@@ -36,6 +36,7 @@ try:
 except ImportError:
     varlen_attn, VARLEN_GQA = None, False
 
+
 class Refused(Exception):
     """The run cannot begin: bad flag, input or environment; before the model was loaded."""
     code = 2
@@ -46,7 +47,7 @@ class Failed(Exception):
     code = 1
 
 
-# ------------------------------------------------------------------------------------------------------ the model
+# -------------------------------------------------------------------------------------------------- the model
 def compact(value):
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
@@ -54,6 +55,11 @@ def compact(value):
 def sha(*parts):
     parts = (part if isinstance(part, bytes) else str(part).encode() for part in parts)
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def file_hash(path):
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").digest()
 
 
 def first_line(error):
@@ -68,10 +74,11 @@ def model_directory(name):
             from huggingface_hub import snapshot_download
             kinds = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
             path = Path(snapshot_download(name, allow_patterns=kinds))
-        assert (path / "config.json").is_file() and list(path.glob("*.safetensors")), "no config.json and *.safetensors"
+        assert (path / "config.json").is_file(), f"no config.json in {path}"
+        assert list(path.glob("*.safetensors")), f"no *.safetensors in {path}"
         return path.resolve()
     except Exception as e:
-        raise Refused(f"--model {name} is no model directory, and not to be had from the hub: {first_line(e)}") from None
+        raise Refused(f"--model {name}: no model directory, and not to be had from the hub ({first_line(e)})") from None
 
 
 def text_config(path):
@@ -90,20 +97,22 @@ def layer_ids(rule, depth):
     ids, n = [], int(rule[7:]) if re.fullmatch(r"dflash:\d{1,4}", rule) else 0
     if Path(rule).exists():
         config = read_json(Path(rule) / "config.json" if Path(rule).is_dir() else Path(rule)) or {}
-        ids = (config.get("dflash_config") or config).get("target_layer_ids", [])
+        inner = config.get("dflash_config", config)
+        ids = inner.get("target_layer_ids") if isinstance(inner, dict) else None
+        ids = ids if isinstance(ids, list) else []
     elif re.fullmatch(r"\d+(,\d+)*", rule):
         ids = [int(i) for i in rule.split(",")]
     elif n or rule == "eagle3":
         ids = [1, depth // 2 - 1, depth - 4] if not n else [depth // 2] if n == 1 else [
             round(1 + i * (depth - 4) / (n - 1)) for i in range(n)]
     if not ids or not all(type(i) is int and 0 <= i < depth for i in ids):
-        raise Refused(f"--layers {rule} gives {ids or 'no ids'}: this model has layers 0 to {depth - 1}. Give ids as "
-                      "1,16,31, a rule (dflash:5, eagle3), or a drafter config that has dflash_config.target_layer_ids")
+        raise Refused(f"--layers {rule} gives {ids or 'no ids'}: this model has layers 0 to {depth - 1}. Give ids "
+                      "as 1,16,31, a rule (dflash:5, eagle3), or a drafter's config with target_layer_ids")
     return ids
 
 
 def model_parts(path):
-    """Content of a model without reading it all: config, every safetensors header, first and last MB of each file."""
+    """Content of a model without reading it all: config, each safetensors header, first and last MB of weights."""
     config = json.loads((path / "config.json").read_bytes())
     yield compact({k: v for k, v in config.items() if k not in ("transformers_version", "_name_or_path")})
     for file in sorted(path.glob("*.safetensors")):
@@ -114,16 +123,17 @@ def model_parts(path):
             yield f.read()
 
 
-# ---------------------------------------------------------------------------------------------------- the kernels
+# ------------------------------------------------------------------------------------------------ the kernels
 PACKED = SimpleNamespace(cu=None, cpu=None)  # bounds of the sequences in the row under way
-HARMLESS = {"position_ids", "cache_position", "use_cache", "cu_seq_lens_k", "max_length_k", "is_causal", "packed_at"}
+HARMLESS = {"position_ids", "cache_position", "use_cache", "cu_seq_lens_k", "max_length_k", "is_causal",
+            "packed_at"}  # keywords of an attention function that change nothing here
 
 
 @contextmanager
 def packing(cu, cpu, longest, positions):
     """Inside, the decoder takes a row with these bounds (int32 [n+1], on the device and on the host), whose longest
-    sequence and positions [1, T] these are; gives the keywords for its call. FLA caches by the identity of `cu`: it
-    must be a fresh tensor for every row."""
+    sequence and positions [1, T] these are; gives the keywords for its call. FLA caches by the identity of `cu`:
+    it must be a fresh tensor for every row."""
     PACKED.cu, PACKED.cpu = cu, cpu
     if cu.is_cuda:
         torch._dynamo.maybe_mark_dynamic(cu, 0)
@@ -139,26 +149,29 @@ def bounds(cu):
     return list(zip(cu[:-1], cu[1:]))
 
 
-def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None,
-                     cu_seq_lens_q=None, max_length_q=None, **other):
+def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
+                     sliding_window=None, cu_seq_lens_q=None, max_length_q=None, **other):
     """Causal attention within each sequence of a packed row, for transformers' registry of attention functions.
 
-    query [1, Hq, T, D], key and value [1, Hkv, T, D], cu_seq_lens_q int32 [n+1] -> ([1, T, Hq, D], None). Raises
-    Failed for what it does not implement: to pass over a soft cap or a sink gives wrong states and no message.
+    query [1, Hq, T, D], key and value [1, Hkv, T, D], cu_seq_lens_q int32 [n+1] -> ([1, T, Hq, D], None).
+    Raises Failed for what it does not implement: to pass over a soft cap or a sink gives wrong states in silence.
     """
     wants = [k for k, v in other.items() if k not in HARMLESS and v is not None and v is not False and v != 0]
     if wants or attention_mask is not None or cu_seq_lens_q is None or not getattr(module, "is_causal", True):
-        raise Failed(f"{type(module).__name__} wants {', '.join(wants) or 'a mask of its own'} of its attention")
+        raise Failed(f"{type(module).__name__} wants {', '.join(wants) or 'a mask of its own'} of its attention, "
+                     "which packed attention has not. Use --samples-per-forward 1")
     if query.is_cuda and query.dtype == torch.bfloat16:
         more = {"enable_gqa": True} if VARLEN_GQA else {}  # without the flag it takes fewer key heads, too
-        out = varlen_attn(*(x[0].transpose(0, 1) for x in (query, key, value)), cu_seq_lens_q, cu_seq_lens_q,
-                          max_length_q, max_length_q, scale=scaling, window_size=((sliding_window or 0) - 1, 0), **more)
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
+                          window_size=((sliding_window or 0) - 1, 0), **more)
         return out[None], None
     out = []
     for a, b in bounds(cu_seq_lens_q):
         mask = None
         if sliding_window and b - a > sliding_window:
-            mask = torch.ones(b - a, b - a, dtype=torch.bool, device=query.device).tril().triu(1 - sliding_window)
+            mask = torch.ones(b - a, b - a, dtype=torch.bool, device=query.device)
+            mask = mask.tril().triu(1 - sliding_window)
         out.append(F.scaled_dot_product_attention(
             query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], attn_mask=mask, is_causal=mask is None,
             scale=scaling, enable_gqa=True))
@@ -180,8 +193,8 @@ def slow_kernels(config):
     """Why a model of this text configuration would run slowly on the GPU here; None where it would not."""
     linear = "linear_attention" in (getattr(config, "layer_types", None) or ())
     if torch.cuda.is_available() and linear and not fast_kernels():
-        return ("flash-linear-attention or Triton cannot be used here, so that linear-attention layers would take "
-                "transformers' slow torch path. Try `python -c 'import fla.ops.gated_delta_rule'`, or use --allow-slow")
+        return ("flash-linear-attention or Triton cannot be used here, and linear-attention layers would take the "
+                "slow torch path. Try `python -c 'import fla.ops.gated_delta_rule'`, or use --allow-slow")
     return None
 
 
@@ -226,14 +239,14 @@ def packed_conv(plain, fast):
 def swap_kernels(decoder):
     """Puts packed attention, delta rule and convolution into a decoder. Returns {kernel: implementation}.
 
-    The last two are module-level names in the file that defines the decoder, so no model needs to be known by name.
+    The last two are module-level names in the file that defines the decoder: no model needs to be known by name.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     ALL_ATTENTION_FUNCTIONS.register("packed", packed_attention)
     decoder.config._attn_implementation = "packed"
     half = next(decoder.parameters()).dtype == torch.bfloat16
     flash = varlen_attn and half and torch.cuda.is_available()
-    used = {"attention": "varlen_attn (flash)" if flash else "scaled_dot_product_attention, sequence by sequence"}
+    used = {"attention": "varlen_attn (flash)" if flash else "torch sdpa, sequence by sequence"}
     module, fast = sys.modules[type(decoder.layers[0]).__module__], fast_kernels()
     for name, make, how in (("torch_chunk_gated_delta_rule", packed_rule,
                              "FLA (Triton)" if fast else "torch, sequence by sequence"),
@@ -275,9 +288,9 @@ def captured(extractor, ids, fill=0):
 def prepare(extractor):
     """Swaps the kernels of a loaded extract.Extractor, compiles, and proves the result. Returns a report.
 
-    Isolation: with another first sequence the states of the others must not move. Truth: what a few sequences give
-    alone, through untouched transformers, they must give packed; comparing only our own two ways would be blind to
-    what both pass over. Sanity: finite, not constant. Raises Failed.
+    Isolation: with another first sequence the states of the others must not move. Truth: what a few sequences
+    give alone, through untouched transformers, they must give packed; comparing only our own two ways would be
+    blind to what both pass over. Sanity: finite, not constant. Raises Failed.
     """
     x, config, rng = extractor, extractor.decoder.config, np.random.default_rng(0)
     window, most = getattr(config, "sliding_window", None) or 0, min(x.o.max_len, x.o.tokens // 4)
@@ -302,9 +315,9 @@ def prepare(extractor):
             limit = max(1e-4, 8 * eps * (layer + 1) ** 0.5)
             if not report["truth"][-1] <= limit or not report["isolation"] <= max(1e-4, 4 * eps):
                 raise Failed(
-                    f"packed states of {type(x.decoder).__name__} are wrong: isolation {report['isolation']:.1e}, and layer "
-                    f"{layer} is {report['truth'][-1]:.1e} from transformers alone, {limit:.1e} allowed. Some layer mixes "
-                    "the samples of a row: --samples-per-forward 1 is the slow way that needs no packing")
+                    f"packed states of {type(x.decoder).__name__} are wrong: isolation {report['isolation']:.1e}, layer "
+                    f"{layer} {report['truth'][-1]:.1e} from transformers alone, {limit:.1e} allowed. Some layer mixes "
+                    "the samples of a row. --samples-per-forward 1 is the slow way that needs no packing")
     return report
 
 
@@ -334,7 +347,7 @@ def cache_problem():
             with tempfile.TemporaryFile(dir=path):
                 pass
         except OSError as e:
-            return f"compiled kernels cannot be kept in {path} ({e.strerror}): give {name} a directory that can be written"
+            return f"compiled kernels cannot be kept in {path} ({e.strerror}): give {name} another directory"
     return None
 
 
@@ -350,7 +363,8 @@ def warm(o, work):
     path = model_directory(o.model)
     config = text_config(path)
     layers, final = layer_ids(o.layers, config.num_hidden_layers), o.final or o.layers == "eagle3"
-    shape = ("dtype", "compute_dtype", "tokens", "max_len", "forward_tokens", "samples_per_forward", "eager", "allow_slow")
+    shape = ("dtype", "compute_dtype", "tokens", "max_len", "forward_tokens", "samples_per_forward", "eager",
+             "allow_slow")
     kept = {"model": o.model, "weights": sha(*model_parts(path)), "layers": layers, "final": final,
             "environment": environment()} | {name: getattr(o, name) for name in shape}
     kept["fingerprint"] = sha(compact({k: v for k, v in kept.items() if k != "model"}))
@@ -366,10 +380,11 @@ def warm(o, work):
     plan = SimpleNamespace(layers=layers, final=final, dtype=o.dtype, hidden_size=config.hidden_size)
     plan.states = lambda: extract.Plan.states(plan)
     began = time.time()
-    extractor = extract.Extractor(o, path, plan)
+    extractor = extract.Extractor(o, plan, extract.load_decoder(o, path))
     loaded = time.time()
     checks = prepare(extractor)
-    kept |= {"load_s": round(loaded - began, 2), "first_forward_s": round(time.time() - loaded, 2), "checks": checks, "fills": {}}
+    kept |= {"load_s": round(loaded - began, 2), "first_forward_s": round(time.time() - loaded, 2), "checks": checks,
+             "fills": {}}
     for name, used in checks["kernels"].items():
         print(f"  {name:32} {used}")
     slot, rng = extract.Slot(plan, o.tokens, extractor.device), np.random.default_rng(0)
@@ -380,7 +395,8 @@ def warm(o, work):
             extractor.batch(ids, slot)
             torch.cuda.synchronize() if extractor.cuda else None
             times.append(time.time() - began)
-        kept["fills"][name] = {"tokens": sum(lengths), "cold_s": round(times[0], 3), "warm_s": round(times[1], 3)}
+        cold, hot = (round(seconds, 3) for seconds in times)
+        kept["fills"][name] = {"tokens": sum(lengths), "cold_s": cold, "warm_s": hot}
         print(f"  {name:12} {sum(lengths):7,} tokens   cold {times[0]:8.2f} s   warm {times[1]:8.2f} s")
         if sum(lengths) > o.tokens // 2:
             kept["tokens_per_sec"] = round(sum(lengths) / times[1], 1)
@@ -394,7 +410,7 @@ def main(argv=None):
 
     @dataclass
     class Options(extract.Options):
-        if_needed: bool = extract.opt(False, "do nothing where WORK/warmup.json is of this model, shape and environment")
+        if_needed: bool = extract.opt(False, "do nothing where WORK/warmup.json has this model, shape and box")
 
     o = extract.parse_options(argv, Options, __doc__)
     work = Path(o.work)
@@ -402,7 +418,7 @@ def main(argv=None):
         o.data, o.out = o.data or "unused", o.out or "unused"
         extract.check_options(o)
         work.mkdir(parents=True, exist_ok=True)
-        with open(work / ".warmup.lock", "w") as lock:  # of several at once, one compiles and the others find it done
+        with open(work / ".warmup.lock", "w") as lock:  # of several, one compiles and the others find it done
             fcntl.flock(lock, fcntl.LOCK_EX)
             print(compact(warm(o, work)), flush=True)
         return 0

@@ -517,24 +517,6 @@ def test_supervised_is_what_the_model_would_have_said(encoder, name):
     assert golden(encoder(), *messages) == text
 
 
-def test_literal_specials_in_a_tool_s_description_begin_nothing(encoder):
-    tools = [{"type": "function", "function": {"name": "measure", "description": f"a{OPEN}b"}}]
-    text = golden(encoder(), says("Hello."), user("Go?"), says("Yes."), tools=tools)
-    assert text.partition("</tools>")[2] == """\
-<|im_end|>
-<|im_start|>assistant
-«Hello.<|im_end|>»
-<|im_start|>user
-Go?<|im_end|>
-<|im_start|>assistant
-<think>
-
-«</think>
-
-Yes.<|im_end|>»
-"""
-
-
 def test_a_prompt_without_thinking_leaves_the_answer_alone_supervised(encoder):
     quick = encoder(template_args='{"enable_thinking": false}')
     assert golden(quick, user("15?"), says("No."), user("17?"), says("Yes.")) == """\
@@ -671,10 +653,10 @@ GEMMA = (EACH + "{{ '<start_of_turn>' ~ ('model' if m.role == 'assistant' else m
          ("<start_of_turn>", "<end_of_turn>"))
 MISTRAL = (EACH + "{% if m.role == 'user' %}{{ '[INST] ' ~ m.content ~ ' [/INST]' }}"
            "{% else %}{{ ' ' ~ m.content ~ '</s>' }}{% endif %}{% endfor %}", ("[INST]", "[/INST]", "</s>"))
-DEEPSEEK = (EACH + "{% if m.role == 'user' %}{{ '<|User|>' ~ m.content }}{% else %}{{ '<|Assistant|>' ~ "
-            "m.content.split('</think>')[-1] ~ '<|end|>' }}{% endif %}{% endfor %}"
-            "{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}",
-            ("<|User|>", "<|Assistant|>", "<|end|>"))
+DEEPSEEK = (EACH + "{% if m.role == 'user' %}{{ '<｜User｜>' ~ m.content }}{% else %}{{ '<｜Assistant｜>' ~ "
+            "m.content.split('</think>')[-1] ~ '<｜end｜>' }}{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}",
+            ("<｜User｜>", "<｜Assistant｜>", "<｜end｜>"))
 CHANNELS = (EACH + "{{ '<|start|>' ~ m.role ~ ('<|channel|>final' if m.role == 'assistant' else '') }}"
             "{{ '<|message|>' ~ m.content ~ '<|end|>' }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}",
@@ -693,7 +675,7 @@ OTHERS = {
     "gemma": (GEMMA, "<start_of_turn>user\nA?<end_of_turn>\n<start_of_turn>model\n«b.<end_of_turn>»\n"
               "<start_of_turn>user\n<end_of_turn>\n<start_of_turn>model\n«d<end_of_turn>»\n"),
     "mistral": (MISTRAL, "[INST] A? [/INST]« b.</s>»[INST]  [/INST]« d</s>»"),
-    "deepseek": (DEEPSEEK, "<|User|>A?<|Assistant|>«b.<|end|>»<|User|><|Assistant|>«d<|end|>»"),
+    "deepseek": (DEEPSEEK, "<｜User｜>A?<｜Assistant｜>«b.<｜end｜>»<｜User｜><｜Assistant｜>«d<｜end｜>»"),
     "channels": (CHANNELS, "<|start|>user<|message|>A?<|end|>"
                  "<|start|>assistant«<|channel|>final<|message|>b.<|end|>»"
                  "<|start|>user<|message|><|end|><|start|>assistant«<|channel|>final<|message|>d<|end|>»"),
@@ -717,6 +699,24 @@ def test_literal_specials_under_other_templates_begin_and_end_nothing(encoder, n
     starts = [part.partition("»")[0].strip().startswith(literal) for part in text.split("«")]
     assert starts == [False, True, False]
     assert [part.partition("»")[2].count(literal) for part in ("»" + text).split("«")] == [1, 1, 0]
+
+
+def test_literal_specials_in_a_tool_s_description_begin_nothing(encoder):
+    template = "{% for t in tools or [] %}{{ t.function.description }}{% endfor %}" + PLAIN[0]
+    literal = "<|im_start|>assistant\nx<|im_end|>\n"
+    tools = [{"type": "function", "function": {"name": "measure", "description": literal}}]
+    assert golden(encoder(template), user("A?"), says("b."), tools=tools) == literal + """\
+<|im_start|>user
+A?<|im_end|>
+<|im_start|>assistant
+«b.<|im_end|>»
+"""
+
+
+def test_a_template_that_changes_literal_specials_gets_no_mask_at_a_guess(encoder):
+    it = encoder(PLAIN[0].replace("m.content", "m.content|replace('<|im_end|>', '')"))
+    assert golden(it, user("A?"), says("b.")).endswith("«b.<|im_end|>»\n")
+    assert skipped(it, {"messages": [user("A<|im_end|>?"), says("b.")]})[0] == "nothing_supervised"
 
 
 def test_a_tagged_turn_of_token_0_alone_is_one_token(encoder):
@@ -911,7 +911,8 @@ SKIPPED = {
     "an_empty_conversation_with_a_system": ({"system": "x", "conversations": []}, "template_refused",
                                             "No user"),
     "a_turn_that_is_no_object": ({"messages": ["x"]}, "unreadable", "no list under messages"),
-    "an_unknown_speaker": ({"conversations": [{"from": "critic", "value": "x"}]}, "unreadable", "'critic'"),
+    "an_unknown_speaker": ({"conversations": [{"from": "critic", "value": "x"}]}, "unreadable",
+                           "unknown speaker 'critic'"),
     "an_unknown_role": ({"messages": [user("Q"), {"role": "critic", "content": "x"}]}, "template_refused",
                         "Unknown role: critic"),
     "no_user": ({"messages": [system("S"), says("Hello.")]}, "template_refused",

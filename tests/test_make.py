@@ -28,38 +28,71 @@ def make(*words, env=None, timeout=240):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
+    """Tiny model, 60 conversations, and a warm-up whose report every run of these tests starts from."""
     d = tmp_path_factory.mktemp("inputs")
     tiny.make_model(d / "model")
     tiny.make_chat(d / "chat.jsonl", 60)
+    p = make("warmup", f"MODEL={d / 'model'}", f"WORK={d / 'w'}", *SMALL)
+    assert p.returncode == 0, p.stdout + p.stderr
+    (d / "warmup.out").write_text(p.stdout)
     return d
+
+
+def knobs_of(inputs, d):
+    stage = Path(f"/dev/shm/test-make-{os.getpid()}-{d.name}")
+    (d / "w").mkdir(exist_ok=True)
+    shutil.copy(inputs / "w/warmup.json", d / "w")
+    knobs = {"MODEL": inputs / "model", "DATA": inputs / "chat.jsonl", "OUT": d / "out", "WORK": d / "w", "STAGE": stage,
+             "GPUS": 2}
+    return stage, [f"{k}={v}" for k, v in knobs.items()] + SMALL
 
 
 @pytest.fixture
 def run(inputs, tmp_path):
     """Knobs of a run of this test's own, into a local directory."""
-    stage = Path(f"/dev/shm/test-make-{os.getpid()}-{tmp_path.name}")
-    knobs = {"MODEL": inputs / "model", "DATA": inputs / "chat.jsonl", "OUT": tmp_path / "out", "WORK": tmp_path / "w",
-             "STAGE": stage, "GPUS": 2}
-    yield [f"{k}={v}" for k, v in knobs.items()] + SMALL
+    stage, knobs = knobs_of(inputs, tmp_path)
+    yield knobs
     make("stop", f"WORK={tmp_path / 'w'}")
     shutil.rmtree(stage, ignore_errors=True)
 
 
-@pytest.fixture
-def slow(run, tmp_path):
-    """The same into S3, so slowly that it is still under way when a test looks."""
-    with S3Server(tmp_path / "s3") as server:
+@pytest.fixture(scope="module")
+def finished(inputs, tmp_path_factory):
+    d = tmp_path_factory.mktemp("finished")
+    stage, knobs = knobs_of(inputs, d)
+    yield make("extract", *knobs), d
+    shutil.rmtree(stage, ignore_errors=True)
+
+
+def slow_run(inputs, d):
+    """A run into S3, so slowly that it is still under way when a test looks."""
+    stage, knobs = knobs_of(inputs, d)
+    with S3Server(d / "s3") as server:
         server.make_bucket("b")
-        knobs = [k for k in run if not k.startswith("OUT=")] + ["OUT=s3://b/run", "UPLOADS=1", "UPLOAD_MBPS=0.3"]
-        yield knobs, server.environ(), tmp_path / "w"
-        make("stop", f"WORK={tmp_path / 'w'}")
+        knobs = [k for k in knobs if not k.startswith("OUT=")] + ["OUT=s3://b/run", "UPLOADS=1", "UPLOAD_MBPS=0.3"]
+        yield knobs, server.environ(), d / "w"
+        make("stop", f"WORK={d / 'w'}")
+    shutil.rmtree(stage, ignore_errors=True)
+
+
+@pytest.fixture
+def slow(inputs, tmp_path):
+    yield from slow_run(inputs, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def under_way(inputs, tmp_path_factory):
+    """One such run for the tests that only look at it, or end it; they stand in this order."""
+    for knobs, env, work in slow_run(inputs, tmp_path_factory.mktemp("under_way")):
+        yield knobs, env, work, begin(knobs, env, work)
 
 
 def begin(knobs, env, work):
     """make extract in the background, until both shards are past planning and one batch is marked."""
     p = subprocess.Popen(["make", "--no-print-directory", f"PY={sys.executable}", "extract", *knobs], cwd=ROOT,
                          env={**env, "OMP_NUM_THREADS": "1", "MAKEFLAGS": ""}, stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, text=True, start_new_session=True)
+                         stderr=subprocess.STDOUT, text=True, start_new_session=True,
+                         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     deadline = time.time() + 120
     while time.time() < deadline and p.poll() is None:
         if list(work.glob("markers/.done_*")) and len(list(work.glob("progress_shard_*.json"))) == 2:
@@ -78,41 +111,57 @@ def test_make_alone_explains_targets_and_knobs():
     assert "extract" in p.stdout and "UPLOAD_MBPS" in p.stdout
 
 
-def test_extract_names_each_exit_code_and_is_done(run, tmp_path):
-    p = make("extract", *run)
+def test_extract_names_each_exit_code(finished):
+    p, _ = finished
     assert p.returncode == 0, p.stdout + p.stderr
     assert "shard 0 exited 0 (done)" in p.stdout and "shard 1 exited 0 (done)" in p.stdout
-    assert json.loads((tmp_path / "out/manifest.json").read_text())["complete"] is True
 
 
-def test_gpus_1_continues_a_run_begun_with_gpus_2(slow):
-    knobs, env, work = slow
-    p = begin(knobs, env, work)
-    assert make("stop", f"WORK={work}", env=env).returncode == 0
-    p.communicate(timeout=60)
-    before = {f.name: f.stat().st_mtime_ns for f in work.glob("markers/.done_*")}
-    again = make("extract", *knobs, "GPUS=1", "UPLOAD_MBPS=0", env=env)
-    assert again.returncode == 0, again.stdout + again.stderr
-    after = {f.name: f.stat().st_mtime_ns for f in work.glob("markers/.done_*")}
-    assert len(before) < len(after) and before.items() <= after.items()
+def test_extract_completes_the_output(finished):
+    _, d = finished
+    assert json.loads((d / "out/manifest.json").read_text())["complete"] is True
 
 
-def test_stop_ends_the_shards_resumably(slow):
-    knobs, env, work = slow
-    p = begin(knobs, env, work)
-    assert make("stop", f"WORK={work}", env=env).returncode == 0
-    output = p.communicate(timeout=60)[0]
-    assert p.returncode != 0 and "exited 3 (stopped)" in output
-    assert {s["state"] for s in shards(work)} == {"stopped"}
+def test_status_of_a_finished_run(finished):
+    _, d = finished
+    p = make("status", f"WORK={d / 'w'}")
+    assert p.returncode == 0 and p.stdout.count("done") >= 2
 
 
-def test_a_second_extract_does_not_start_a_second_set(slow):
-    knobs, env, work = slow
-    begin(knobs, env, work)
+def test_a_second_extract_does_not_start_a_second_set(under_way):
+    knobs, env, work, _ = under_way
     pids = [f.read_text() for f in sorted(work.glob("pids/*.pid"))]
     p = make("extract", *knobs, env=env)
     assert p.returncode == 2 and "under way" in p.stdout
     assert [f.read_text() for f in sorted(work.glob("pids/*.pid"))] == pids
+
+
+def test_clean_shm_refuses_while_shards_run(under_way):
+    knobs, env, _, _ = under_way
+    p = make("clean-shm", *knobs, env=env)
+    assert p.returncode == 2 and "make stop" in p.stdout
+
+
+def test_interrupt_leaves_the_shards_running(under_way):
+    _, _, work, p = under_way
+    os.killpg(p.pid, signal.SIGINT)
+    assert "make status" in p.communicate(timeout=60)[0]
+    assert all(Path(f"/proc/{f.read_text().split()[0]}").exists() for f in work.glob("pids/shard_*.pid"))
+
+
+def test_stop_ends_the_shards_resumably(under_way):
+    _, env, work, _ = under_way
+    assert make("stop", f"WORK={work}", env=env).returncode == 0
+    assert {(s["state"], s["exit_code"]) for s in shards(work)} == {("stopped", 3)}
+
+
+def test_gpus_1_continues_a_run_begun_with_gpus_2(under_way):
+    knobs, env, work, _ = under_way
+    before = {f.name: f.stat().st_mtime_ns for f in work.glob("markers/.done_*")}
+    p = make("extract", *knobs, "GPUS=1", "UPLOAD_MBPS=0", env=env)
+    after = {f.name: f.stat().st_mtime_ns for f in work.glob("markers/.done_*")}
+    assert p.returncode == 0, p.stdout + p.stderr
+    assert len(before) < len(after) and before.items() <= after.items()
 
 
 def test_one_killed_shard_is_named_and_the_other_finishes(slow):
@@ -122,22 +171,6 @@ def test_one_killed_shard_is_named_and_the_other_finishes(slow):
     output = p.communicate(timeout=180)[0]
     assert p.returncode != 0
     assert "shard 0 exited 0 (done)" in output and "shard 1 exited 1" in output
-
-
-def test_interrupt_leaves_the_shards_running(slow):
-    knobs, env, work = slow
-    p = begin(knobs, env, work)
-    os.killpg(p.pid, signal.SIGINT)
-    output = p.communicate(timeout=30)[0]
-    assert "make status" in output
-    assert all(Path(f"/proc/{f.read_text().split()[0]}").exists() for f in work.glob("pids/shard_*.pid"))
-
-
-def test_clean_shm_refuses_while_shards_run(slow):
-    knobs, env, work = slow
-    begin(knobs, env, work)
-    p = make("clean-shm", *knobs, env=env)
-    assert p.returncode == 2 and "make stop" in p.stdout
 
 
 def test_restart_keeps_markers_and_finishes(slow):
@@ -176,17 +209,10 @@ def test_plan_writes_nothing_into_out(run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_status_of_a_finished_run(run, tmp_path):
-    make("extract", *run)
-    p = make("status", f"WORK={tmp_path / 'w'}")
-    assert p.returncode == 0 and p.stdout.count("done") >= 2
-
-
-def test_warmup_ends_in_one_json_object_and_is_kept(run, tmp_path):
-    p = make("warmup", *run)
-    report = json.loads(p.stdout.splitlines()[-1])
-    assert p.returncode == 0 and report["checks"]["isolation"] <= 1e-4
-    assert json.loads((tmp_path / "w/warmup.json").read_text())["fingerprint"] == report["fingerprint"]
+def test_warmup_ends_in_one_json_object_and_keeps_it(inputs):
+    report = json.loads((inputs / "warmup.out").read_text().splitlines()[-1])
+    assert report["checks"]["isolation"] <= 1e-4
+    assert json.loads((inputs / "w/warmup.json").read_text()) == report
 
 
 def test_the_demos_port_in_use_is_refused(tmp_path):

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 import extract
 from export import open_output
 from extract import Options, Refused
+from warmup import layer_ids, model_directory
 
 
 # ---- packing
@@ -93,14 +94,14 @@ def test_one_sample():
     ("eagle3", 64, [1, 31, 60]), ("eagle3", 36, [1, 17, 32]), ("5", 8, [5]), ("0,7", 8, [0, 7]),
     ("7,1,4", 8, [7, 1, 4]), ("3,3,1", 8, [3, 3, 1])])
 def test_layer_rules_and_lists(rule, depth, ids):
-    assert extract.layer_ids(rule, depth) == ids
+    assert layer_ids(rule, depth) == ids
 
 
 @pytest.mark.parametrize("rule", ["8", "1,8", "-1", "1,-2", "1,,2", "1.5", "", "dflash", "dflash:",
                                   "dflash:0", "dflash:x", "all", "no/such/config.json", "0x1", "1 2"])
 def test_other_layers_are_refused_with_the_value(rule):
     with pytest.raises(Refused) as e:
-        extract.layer_ids(rule, 8)
+        layer_ids(rule, 8)
     assert rule in str(e.value) and "0 to 7" in str(e.value)
 
 
@@ -108,7 +109,7 @@ def test_other_layers_are_refused_with_the_value(rule):
 def test_layers_of_a_drafter_config(tmp_path, directory):
     config = {"num_hidden_layers": 5, "dflash_config": {"target_layer_ids": [1, 3, 5], "block_size": 16}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert extract.layer_ids(str(tmp_path if directory else tmp_path / "config.json"), 8) == [1, 3, 5]
+    assert layer_ids(str(tmp_path if directory else tmp_path / "config.json"), 8) == [1, 3, 5]
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", "{}", '{"dflash_config": {}}', '{"target_layer_ids": [1, 8]}',
@@ -118,7 +119,7 @@ def test_layers_of_a_drafter_config(tmp_path, directory):
 def test_a_drafter_config_without_usable_layers_is_refused(tmp_path, text):
     (tmp_path / "drafter.json").write_text(text)
     with pytest.raises(Refused, match="drafter.json"):
-        extract.layer_ids(str(tmp_path / "drafter.json"), 8)
+        layer_ids(str(tmp_path / "drafter.json"), 8)
 
 
 # ---- plans
@@ -142,7 +143,7 @@ def case(place, tmp_path):
         work = Path(o.work)
         for name in ("plan", "markers"):
             (work / name).mkdir(parents=True, exist_ok=True)
-        return extract.get_plan(o, work, extract.model_directory(o.model), open_output(o.out))
+        return extract.get_plan(o, work, model_directory(o.model), open_output(o.out))
     write_lines(tmp_path / "ready.jsonl", READY)
     return plan
 
@@ -308,7 +309,7 @@ def fingerprint(place, tmp_path):
         folder = work / str(next(numbers))
         for name in ("plan", "markers"):
             (folder / name).mkdir(parents=True)
-        path = extract.model_directory(str(model))
+        path = model_directory(str(model))
         return extract.get_plan(o, folder, path, open_output(o.out)).fingerprint
     return of
 

@@ -1,0 +1,383 @@
+"""What it costs and how fast it is, as ratios within one run. No checkpoint, no network.
+
+    python tests/bench.py                   (make bench)      a tiny model on this CPU: stages, writing, planning
+    python tests/bench.py --gpu             (make bench-gpu)  the Qwen3.6-27B shape with random weights on one GPU
+
+--gpu measures, in one process, the same random model and the same lengths (16 to 4,096 tokens, log-uniform):
+the matrix products of its layers alone, ours forward only, ours as the pipeline that a shard runs (forward,
+concatenation, copy, file in /dev/shm), eager transformers with FLA on padded length-sorted batches, one sample at a
+time with output_hidden_states, and the way this began (545 samples of 60 tokens, a copy a sample and layer, a file a
+sample); then peak memory, compilations after the first batch, and the error against an fp32 reference. Speeds count
+real tokens. The last line is one JSON object. tests/BENCH.md keeps what came out, with machine and date.
+"""
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import extract
+import warmup
+
+LAYERS = [1, 16, 31, 46, 61]
+SHAPE = dict(  # Qwen3.6-27B's text decoder
+    vocab_size=248320, hidden_size=5120, intermediate_size=17408, num_attention_heads=24, num_key_value_heads=4,
+    head_dim=256, linear_num_key_heads=16, linear_num_value_heads=48, linear_key_head_dim=128,
+    linear_value_head_dim=128, linear_conv_kernel_dim=4, max_position_embeddings=262144, rms_norm_eps=1e-6,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+                     "mrope_interleaved": True, "mrope_section": [11, 11, 10]})
+
+
+def decoder(layers, dtype=torch.bfloat16, **shape):
+    """A random-weight Qwen3.5 text decoder, on the GPU where there is one."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as q
+    kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)]
+    config = q.Qwen3_5TextConfig(**(SHAPE | shape), num_hidden_layers=layers, layer_types=kinds, use_cache=False)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            return q.Qwen3_5TextModel(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def mix(batches, tokens, longest, vocab, seed=0):
+    """[[ids of a sample]]: batches of `tokens` tokens, lengths log-uniform from 16 to longest."""
+    rng, out = np.random.default_rng(seed), []
+    for _ in range(batches):
+        lengths = []
+        while (left := tokens - sum(lengths)) > 0:
+            lengths.append(min(left, int(np.exp(rng.uniform(np.log(16), np.log(longest))))))
+        out.append([rng.integers(0, vocab, n).astype(np.int32) for n in lengths])
+    return out
+
+
+def sync():
+    torch.cuda.synchronize() if torch.cuda.is_available() else None
+
+
+def timed(work, repeat=1):
+    """Seconds that work() takes, the mean of `repeat`."""
+    sync()
+    began = time.perf_counter()
+    for _ in range(repeat):
+        work()
+    sync()
+    return (time.perf_counter() - began) / repeat
+
+
+class Plan(SimpleNamespace):
+    """As much of extract.Plan as a Slot, write_batch and its file need; batch b holds batches[b % len(batches)]."""
+    states, layout = extract.Plan.states, extract.Plan.layout
+
+    def __init__(self, batches, layers, hidden, dtype="bf16"):
+        super().__init__(layers=layers, final=False, dtype=dtype, hidden_size=hidden, fingerprint="bench",
+                         known={"convention": extract.CONVENTION, "fingerprint": "bench", "layers": layers},
+                         batches=batches, input_ids=0, loss_mask=1)
+
+    def rows(self, b):
+        lengths = np.array([len(ids) for ids in self.batches[b % len(self.batches)]])
+        rows = np.zeros(len(lengths), extract.SAMPLE)
+        rows["length"], rows["start"], rows["row"] = lengths, np.cumsum(lengths) - lengths, np.arange(len(lengths))
+        return rows
+
+    @property
+    def batch_tokens(self):
+        return [sum(map(len, ids)) for ids in self.batches] * 1000
+
+    def gather(self, which, b):
+        ids = self.batches[b % len(self.batches)]
+        return ids if which == self.input_ids else [np.ones(len(x), np.uint8) for x in ids]
+
+
+def pipeline(x, plan, o, batches, stage):
+    """Seconds for `batches` batches as a shard makes them, each file removed when it is there."""
+    gone = SimpleNamespace(fatal=None, failed=0, pending=0, add=lambda b, path, crc, excluded: path.unlink())
+    seen = SimpleNamespace(computed=lambda s: None, wait_for_room=lambda w: None)
+    slots, writing = [extract.Slot(plan, o.tokens, x.device) for _ in range(2)], []
+
+    def run():
+        with extract.ThreadPoolExecutor(1) as writer:
+            for b in range(batches):
+                if not slots:
+                    slots.append(writing.pop(0).result())
+                slot = slots.pop(0)
+                x.batch(plan.gather(plan.input_ids, b), slot)
+                writing.append(writer.submit(extract.write_batch, o, plan, stage, gone, seen, threading.Event(), b, slot, []))
+            while writing:
+                slots.append(writing.pop(0).result())
+    return timed(run)
+
+
+def compilations():
+    """A counter of what dynamo and Triton compile from now on."""
+    from torch._dynamo.utils import counters
+    import triton
+    seen = {"triton": 0, "dynamo": counters["stats"]["unique_graphs"]}
+
+    def hook(*args, **kwargs):
+        seen["triton"] += 1
+    if hasattr(triton, "knobs"):
+        triton.knobs.runtime.jit_post_compile_hook = hook
+    return lambda: seen["triton"] + counters["stats"]["unique_graphs"] - seen["dynamo"]
+
+
+def gemm_floor(model, tokens):
+    """(seconds, FLOP) of the layers' matrix products alone, one after the other as a forward has them, under load."""
+    linears = [m for layer in model.layers for m in layer.modules() if isinstance(m, torch.nn.Linear)]
+    inputs = {m.in_features: torch.randn(tokens, m.in_features, device="cuda", dtype=torch.bfloat16) for m in linears}
+    flop = sum(2 * tokens * m.in_features * m.out_features for m in linears)
+    with torch.no_grad():
+        timed(lambda: [m(inputs[m.in_features]) for m in linears])
+        return timed(lambda: [m(inputs[m.in_features]) for m in linears], 2), flop
+
+
+def padded(model, ids, sink):
+    """Eager transformers on one right-padded batch; hidden states of LAYERS as hooks see them go to sink."""
+    longest = max(map(len, ids))
+    tokens, mask = torch.zeros(len(ids), longest, dtype=torch.long), torch.zeros(len(ids), longest, dtype=torch.long)
+    for i, x in enumerate(ids):
+        tokens[i, :len(x)], mask[i, :len(x)] = torch.from_numpy(x), 1
+    hooks = [model.layers[l].register_forward_hook(lambda m, a, out: sink.append(out)) for l in LAYERS]
+    with torch.no_grad():
+        model(input_ids=tokens.cuda(), attention_mask=mask.cuda() if int(mask.min()) == 0 else None, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+
+
+def eager_padded(model, samples, tokens):
+    """Real tokens a second over length-sorted padded batches of at most `tokens` positions; every 4th batch is run."""
+    ordered, groups = sorted(samples, key=len), [[]]
+    for ids in ordered:
+        if (len(groups[-1]) + 1) * len(ids) > tokens:
+            groups.append([])
+        groups[-1].append(ids)
+    groups = groups[1::4]
+    for ids in groups:  # FLA tunes itself for each shape
+        padded(model, ids, [])
+    return sum(len(x) for ids in groups for x in ids) / timed(lambda: [padded(model, ids, []) for ids in groups])
+
+
+def one_at_a_time(model, samples):
+    def run():
+        with torch.no_grad():
+            for ids in samples:
+                out = model(input_ids=torch.from_numpy(ids).long()[None].cuda(), output_hidden_states=True, use_cache=False)
+                torch.cat([out.hidden_states[l + 1][0] for l in LAYERS], -1).cpu()
+    run()
+    return sum(map(len, samples)) / timed(run)
+
+
+def per_sample_copies(model, ids, directory):
+    """Samples a second the way this began: a copy a sample and layer, concatenation on the CPU, a file a sample."""
+    from safetensors.torch import save_file
+
+    def run():
+        states = []
+        padded(model, ids, states)
+        for i, x in enumerate(ids):
+            parts = [layer[i, :len(x)].cpu() for layer in states]
+            save_file({"hidden_states": torch.cat(parts, -1), "input_ids": torch.from_numpy(x)}, directory / f"{i}.safetensors")
+    run()
+    return len(ids) / timed(run, 2)
+
+
+def fidelity(o, layers=16, tokens=2048):
+    """Relative error by layer against fp32 through transformers' torch path: (ours, eager bf16 with FLA)."""
+    which = [1, 3, 7, 11, layers - 1]
+    rng = np.random.default_rng(1)
+    ids = [rng.integers(0, 1000, n).astype(np.int32) for n in (64, 200, 512, 1000)]
+    exact = decoder(layers, torch.float32, vocab_size=1000)
+    state = {k: v.bfloat16() for k, v in exact.state_dict().items()}
+    exact.load_state_dict({k: v.float() for k, v in state.items()})
+    ours = decoder(layers, vocab_size=1000)
+    ours.load_state_dict(state)
+    plan = Plan([ids], which, SHAPE["hidden_size"])
+    reference, eager = (extract.Extractor(o, plan, m) for m in (exact, ours))
+    module = sys.modules[type(exact.layers[0]).__module__]
+    fast = {n: getattr(module, n) for n in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")}
+    reference.packs = eager.packs = False
+    for name, f in fast.items():  # the torch path, undecorated
+        plain = getattr(f, "plain", f)
+        setattr(module, name, getattr(plain, "__wrapped__", plain))
+    truth = torch.cat([warmup.captured(reference, [x]) for x in ids], 1)
+    for name, f in fast.items():
+        setattr(module, name, getattr(f, "plain", f))
+    theirs = torch.cat([warmup.captured(eager, [x]) for x in ids], 1)
+    eager.packs = True
+    warmup.swap_kernels(ours)
+    warmup.compile_layers(ours)
+    mine = warmup.captured(eager, ids, eager.fill)
+    return [{str(l): round(warmup.relative(a[i], truth[i]), 5) for i, l in enumerate(which)} for a in (mine, theirs)]
+
+
+def ours(a, o, plan, model, batches, floor_s, flop, short):
+    """What a shard does, timed: forward only, the pipeline, the short samples; memory and compilations."""
+    torch.cuda.reset_peak_memory_stats()
+    x = extract.Extractor(o, plan, model)
+    warmup.swap_kernels(model)
+    warmup.compile_layers(model)
+    slot = extract.Slot(plan, o.tokens, x.device)
+    cold = timed(lambda: x.batch(batches[0], slot))
+    print(f"first batch, cold      {cold:9.1f} s", flush=True)
+    count = compilations()
+    forward = timed(lambda: [x.batch(batches[b % 8], slot) for b in range(a.batches)]) / a.batches
+    rate = o.tokens / forward
+    print(f"ours, forward          {rate:9,.0f} tokens/s  {flop / forward / 1e12:.0f} TFLOP/s  "
+          f"{floor_s / forward:.3f} of the matrix products alone", flush=True)
+    rss = psutil.Process().memory_info().rss
+    stage = extract.Stage(tempfile.mkdtemp(dir="/dev/shm"), "bench")
+    piped = pipeline(x, plan, o, a.batches, stage) / a.batches
+    growth = psutil.Process().memory_info().rss - rss
+    print(f"ours, pipeline         {o.tokens / piped:9,.0f} tokens/s  {forward / piped:.3f} of forward only", flush=True)
+    short_plan = Plan([short], LAYERS, SHAPE["hidden_size"])
+    x.plan = short_plan
+    ours_short = 545 / (pipeline(x, short_plan, o, 6, stage) / 6)
+    print(f"ours, 545 x 60         {ours_short:9,.1f} samples/s of 60 tokens", flush=True)
+    shutil.rmtree(stage.dir.parent)
+    peak, compiled = torch.cuda.max_memory_allocated() / 1e9, count()
+    print(f"peak GPU memory {peak:.1f} GB, {compiled} compilations after the first batch", flush=True)
+    return {"forward_tokens_per_s": round(rate), "tflops": round(flop / forward / 1e12, 1),
+            "gemm_floor_ratio": round(floor_s / forward, 4), "pipeline_tokens_per_s": round(o.tokens / piped),
+            "pipeline_over_forward": round(forward / piped, 4), "samples_per_s_of_60": round(ours_short, 1),
+            "first_batch_cold_s": round(cold, 2), "compiles_after_first": compiled, "peak_gpu_gb": round(peak, 2),
+            "host_rss_growth_gb": round(growth / 1e9, 3)}
+
+
+def gpu(a):
+    o = extract.Options(tokens=a.tokens, max_len=4096)
+    result = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+              "transformers": warmup.environment()["transformers"],
+              "tokens_per_batch": o.tokens, "batches": a.batches}
+    began = time.time()
+    model = decoder(max(LAYERS) + 1)
+    batches = mix(8, o.tokens, o.max_len, SHAPE["vocab_size"])
+    print(f"{len(model.layers)} layers with random weights in {time.time() - began:.0f} s", flush=True)
+    plan = Plan(batches, LAYERS, SHAPE["hidden_size"])
+    if a.first_batch:  # a fresh process with warm caches
+        return first_batch(o, plan, model)
+    samples = [ids for batch in batches for ids in batch]
+    floor_s, flop = gemm_floor(model, o.tokens)
+    print(f"matrix products alone  {o.tokens / floor_s:9,.0f} tokens/s  {flop / floor_s / 1e12:.0f} TFLOP/s", flush=True)
+    others = {"eager, padded": eager_padded(model, samples, o.tokens),
+              "one at a time": one_at_a_time(model, samples[:24])}
+    short = mix(1, 545 * 60, 60, 1000)[0]
+    short = [np.resize(short[0], 60) for _ in range(545)]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as d:
+        began_way = per_sample_copies(model, short, Path(d))
+    for name, rate in others.items():
+        print(f"{name:22} {rate:9,.0f} tokens/s", flush=True)
+    print(f"as it began            {began_way:9,.1f} samples/s of 60 tokens", flush=True)
+
+    result |= ours(a, o, plan, model, batches, floor_s, flop, short)
+    del model
+    torch.cuda.empty_cache()
+    child = subprocess.run([sys.executable, __file__, "--gpu", "--first-batch", "--tokens", str(a.tokens)], text=True,
+                           capture_output=True)
+    warm = json.loads(child.stdout.splitlines()[-1]) if child.returncode == 0 else {"first_batch_warm_s": None}
+    print(f"first batch, warm      {warm['first_batch_warm_s']} s {child.stderr[-300:] if child.returncode else ''}", flush=True)
+    mine, theirs = fidelity(o)
+    print("error against fp32 by layer, ours:", mine, "eager:", theirs, flush=True)
+    return result | warm | {
+        "vs_eager_padded": round(result["pipeline_tokens_per_s"] / others["eager, padded"], 3),
+        "vs_one_at_a_time": round(result["pipeline_tokens_per_s"] / others["one at a time"], 3),
+        "vs_per_sample_copies": round(result["samples_per_s_of_60"] / began_way, 3),
+        "fidelity_ours": mine, "fidelity_eager": theirs}
+
+
+def first_batch(o, plan, model):
+    """Seconds from a loaded model to the first batch, in a process that finds its kernels compiled."""
+    x = extract.Extractor(o, plan, model)
+    slot = extract.Slot(plan, o.tokens, x.device)
+    began = time.perf_counter()
+    warmup.swap_kernels(model)
+    warmup.compile_layers(model)
+    x.batch(plan.batches[0], slot)
+    sync()
+    return {"first_batch_warm_s": round(time.perf_counter() - began, 2)}
+
+
+def cpu(a):
+    """The tiny shape: stages of a batch, host copies and writes, planning."""
+    import tiny
+    tokens, small = 4096, dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
+                               head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32,
+                               linear_value_head_dim=32, vocab_size=640, rope_parameters={
+                                   "rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25,
+                                   "mrope_interleaved": True, "mrope_section": [2, 1, 1]})
+    o, batches = extract.Options(tokens=tokens, max_len=1024), mix(4, tokens, 1024, 640)
+    model, layers = decoder(8, torch.float32, **small), [1, 2, 3, 4, 5]
+    plan = Plan(batches, layers, 64, "fp32")
+    alone_ids = [ids for ids in batches[0]]
+    with torch.no_grad():
+        def alone():
+            for ids in alone_ids:
+                model(input_ids=torch.from_numpy(ids).long()[None], output_hidden_states=True, use_cache=False)
+        alone_s = timed(alone)
+    x = extract.Extractor(o, plan, model)
+    warmup.swap_kernels(model)
+    slot = extract.Slot(plan, tokens, x.device)
+    forward = timed(lambda: x.batch(batches[0], slot), 3)
+    stage = extract.Stage(tempfile.mkdtemp(dir="/dev/shm"), "bench")
+    piped = pipeline(x, plan, o, 6, stage) / 6
+    wide = Plan([[np.zeros(4096, np.int32)]], [0], 50 << 10)
+    big = extract.Slot(wide, 4096, x.device)
+    big.seconds = 0
+    for tensor in big.device.values():
+        tensor.normal_()
+    gone = SimpleNamespace(fatal=None, failed=0, pending=0, add=lambda b, path, crc, excluded: path.unlink())
+    seen = SimpleNamespace(computed=lambda s: None, wait_for_room=lambda w: None)
+    write = timed(lambda: extract.write_batch(o, wide, stage, gone, seen, threading.Event(), 0, big, []), 3)
+    copy = timed(lambda: big.host["hidden_states"].clone(), 3)
+    shutil.rmtree(stage.dir.parent)
+    with tempfile.TemporaryDirectory() as d:
+        d = Path(d)
+        tiny.make_model(d / "model")
+        tiny.make_chat(d / "chat.jsonl", 2000)
+        encoder = extract.Encoder(o, d / "model", 640)
+        lines = (d / "chat.jsonl").read_bytes().splitlines()
+        encoder.encode(lines[0])
+        planning = len(lines) / timed(lambda: [encoder.encode(line) for line in lines])
+    size = big.host["hidden_states"].nbytes
+    result = {"cpu": os.cpu_count(), "torch": torch.__version__, "forward_tokens_per_s": round(tokens / forward),
+              "vs_one_at_a_time": round(alone_s / forward, 3), "pipeline_over_forward": round(forward / piped, 3),
+              "write_gb_per_s": round(size / write / 1e9, 2), "write_over_copy": round(copy / write, 3),
+              "plan_samples_per_s_per_process": round(planning)}
+    for name, value in result.items():
+        print(f"{name:34} {value}")
+    return result
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", action="store_true", help="the 27B shape on one GPU; else a tiny one on the CPU")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens a batch (default: 32768)")
+    parser.add_argument("--batches", type=int, default=20, help="batches that are timed (default: 20)")
+    parser.add_argument("--first-batch", action="store_true", help="only the first batch of a fresh process")
+    parser.add_argument("--out", help="write the JSON object there, too")
+    a = parser.parse_args()
+    if a.gpu and not torch.cuda.is_available():
+        print("--gpu: no GPU here; make bench is the CPU version", file=sys.stderr)
+        return 2
+    result = gpu(a) if a.gpu else cpu(a)
+    if a.out:
+        Path(a.out).write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
