@@ -152,7 +152,7 @@ def say(text):
 # ------------------------------------------------------------------------------ data: chat to tokens and mask
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "user": "user", "assistant": "assistant",
          "system": "system", "tool": "tool"}  # ShareGPT's `from`
-BEGIN, END = "\ue000", "\ue001"  # private-use characters that mark places in a rendering
+BEGIN, END = "\ue000", "\ue001"  # private-use characters that stand for a text while the template is probed
 
 class Skip(Exception):
     """One sample is left out: Skip(reason, detail), and with its id once that is known."""
@@ -181,29 +181,22 @@ def conversation(record):
         if turn.get("tool_calls"):  # arguments as a dict and as its JSON text are the same call
             for call in (c.get("function", c) for c in turn["tool_calls"]):
                 if isinstance(call.get("arguments"), str):
-                    call["arguments"] = json.loads(call["arguments"])
+                    call["arguments"] = json.loads(call["arguments"] or "{}")
         messages.append(turn)
-    if record.get("system") and messages[0]["role"] != "system":
+    if record.get("system") and [m["role"] for m in messages[:1]] != ["system"]:
         messages.insert(0, {"role": "system", "content": as_text(record["system"])})
     tools = record.get("tools") or None
     return messages, json.loads(tools) if isinstance(tools, str) else tools
-
-def marked(message):
-    """The message with BEGIN and END about the heart of its text: inside of white space, outer tags and
-    thinking, so that a template which trims, looks for a tag or takes thinking away renders it as before."""
-    lead, heart, tail = re.fullmatch(r"(\s*(?:.*</think>\s*)?(?:<\w+>\s*)?)(.*?)((?:\s*</\w+>)?\s*)",
-                                     message["content"], re.DOTALL).groups()
-    return message | {"content": lead + BEGIN + heart + END + tail} if heart else message
 
 class Encoder:
     """One line of data -> token ids and loss mask, by the model's own tokenizer and chat template.
 
     The mask marks what the model would have generated: what follows the generation prompt, up to and with the
     end-of-turn token. A template with {% generation %} says so itself. With any other, the conversation is
-    rendered once more with marks about each message's text, which tell template from data: a turn starts
-    after the first generation prompt (or the part of it that an earlier turn keeps) behind the previous
-    message's text, and ends with the last end-of-turn before the next one's. A turn that is not found so is
-    not supervised, and counted.
+    rendered once more with the tokens that open and end a turn taken out of the data, character for
+    character, so that those left are the template's: a turn starts after the generation prompt (or the part
+    of it that this turn keeps) and ends with the first end-of-turn, unless another turn opens before. A turn
+    that is not found so is not supervised, and counted.
     """
 
     def __init__(self, o, path, vocab_size):
@@ -220,17 +213,24 @@ class Encoder:
         except Exception as e:
             raise Refused(f"chat data needs the tokenizer in {self.path}: {first_line(e)}") from None
         self.tagged = bool(re.search(r"\{%-?\s*generation\s*-?%\}", str(self.tokenizer.chat_template)))
-        self.end = self.header = None
-        try:  # the end-of-turn token, and how much of the generation prompt an earlier turn keeps
-            pair = [{"role": "user", "content": BEGIN}, {"role": "assistant", "content": BEGIN}]
-            _, before, _, _, tail = self.render(pair * 2, None).split(BEGIN)
-            coded = self.tokenizer(tail, add_special_tokens=False, return_offsets_mapping=True)
-            special = [b for i, (_, b) in zip(coded["input_ids"], coded["offset_mapping"])
-                       if i in self.tokenizer.added_tokens_decoder]
-            self.end, prompt = tail[:special[0]] if special else tail, self.prompt(pair[:1], None)
-            kept = (prompt[:k] for k in range(len(prompt), 0, -1))
-            self.header = next((part for part in kept if before.endswith(part)), before)
-        except (Skip, ValueError):
+        self.starts, self.own = [], []
+        user, thought = {"role": "user", "content": END}, f"<think>\n{BEGIN}\n</think>\n\n{BEGIN}"
+        try:  # the end-of-turn token, and what earlier and last turns keep of the generation prompt
+            without = self.render([user], None)
+            whole = self.render([user], None, add_generation_prompt=True)
+            prompt = whole[len(without):] if whole.startswith(without) else ""
+            pairs = ([user, {"role": "assistant", "content": text}] * 2 for text in (BEGIN, thought))
+            turns = [turn.split(BEGIN) for pair in pairs for turn in self.render(pair, None).split(END)[1:]]
+            special = [str(t) for t in self.tokenizer.added_tokens_decoder.values() if t.special]
+            self.end = turns[1][1][:min(turns[1][1].index(t) + len(t) for t in special if t in turns[1][1])]
+            parts = [prompt[:k] for k in range(len(prompt), 0, -1)]
+            kept = {next((p for p in parts if before.endswith(p) or p == prompt in before), "")
+                    for before, *_ in turns} - {""}
+            self.starts = sorted(kept or {turns[0][0].rstrip(" ")}, key=len)[::-1]
+            header = self.starts[-1]
+            opening = min((t for t in special if t in header), key=header.find, default=header.strip())
+            self.own = [opening, self.end.strip()]
+        except (Skip, ValueError, IndexError):
             pass  # no turn can be located with this template: every sample says so
 
     def render(self, messages, tools, **more):
@@ -239,52 +239,49 @@ class Encoder:
         except Exception as e:
             raise Skip("template_refused", first_line(e)) from None
 
-    def prompt(self, messages, tools):
-        without = self.render(messages, tools)
-        whole = self.render(messages, tools, add_generation_prompt=True)
-        return whole[len(without):] if whole.startswith(without) else ""
-
     def turns(self, messages, tools, text):
-        """Characters (begin, end) of each turn that the model would have generated, or None."""
-        wanted = [j for j, m in enumerate(messages) if m["role"] == "assistant"]
-        has = [marked(m) is not m for m in messages]
-        try:
-            pieces = re.split(f"([{BEGIN}{END}])", self.render([marked(m) for m in messages], tools))
-            prompt = self.prompt(messages, tools)
-        except Skip:
-            return [None for _ in wanted]
-        places = np.cumsum([0] + [len(p) for p in pieces[::2]]).tolist()  # 0, one a mark, the end
-        sound = self.end and self.header and "".join(pieces[::2]) == text
-        sound = sound and pieces[1::2] == [BEGIN, END] * sum(has)
-        found = []
-        for j in wanted:
-            near = {j - 1, j + 1}.intersection(wanted)  # two turns without a message between need their marks
-            if not sound or not all(has[i] for i in near):
-                found.append(None)
-                continue
-            low, high = places[2 * sum(has[:j])], places[2 * sum(has[:j + 1]) + 1]
-            begin = text.find(self.header, low, high)
-            kept = prompt if prompt and text.startswith(prompt, begin) else self.header
-            end = text.rfind(self.end, begin + len(kept), high)
-            found.append((begin + len(kept), end + len(self.end)) if 0 <= begin < end else None)
+        """Characters (begin, end) of each turn, as far as located, that the model would have generated."""
+        if self.tagged:  # transformers' own mask takes in a token that begins before the turn
+            from transformers.utils.chat_template_utils import render_jinja_template
+            (own,), (found,) = render_jinja_template(
+                [messages], tools, chat_template=self.tokenizer.get_chat_template(None, tools),
+                return_assistant_tokens_mask=True, **self.tokenizer.special_tokens_map | self.args)
+            return found if own == text else []
+        if not all(self.own) or not self.own:
+            return []
+        data, own, found = json.dumps([messages, tools], ensure_ascii=False), text, []
+        if any(token in data for token in self.own):
+            spare = (c for c in map(chr, range(0xE000, 0xF900)) if c not in text)
+            others = [(token, next(spare) * len(token)) for token in self.own]
+            for token, other in others:
+                data = data.replace(token, other)
+            try:
+                own = back = self.render(*json.loads(data))
+            except Skip:
+                return []
+            for token, other in others:
+                back = back.replace(other, token)
+            if back != text:
+                return []
+        for match in re.finditer(re.escape(self.starts[-1]), own):
+            start = next(start for start in self.starts if own.startswith(start, match.start()))
+            begin = match.start() + len(start)
+            end, opening = own.find(self.end, begin), own.find(self.own[0], begin)
+            if end >= 0 and not 0 <= opening < end:
+                found.append((begin, end + len(self.end)))
         return found
 
     def chat(self, record):
         messages, tools = conversation(record)
-        text, more = self.render(messages, tools), {"return_dict": True, "return_assistant_tokens_mask": True}
-        if self.tagged:
-            both = self.tokenizer.apply_chat_template(messages, tools=tools, **self.args | more)
-            return both["input_ids"], both["assistant_masks"], 0
+        text = self.render(messages, tools)
         coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        spans, lost = np.array(coded["offset_mapping"], np.int64).reshape(-1, 2), 0
-        mask = np.zeros(len(spans), np.uint8)
-        for begin, end in (turn or (0, 0) for turn in self.turns(messages, tools, text)):
-            first, last = np.searchsorted(spans[:, 0], begin), np.searchsorted(spans[:, 1], end, "right")
-            if first < last and spans[last - 1, 1] == end:  # a turn ends where a token ends
-                mask[first:last] = 1
-            else:
-                lost += 1
-        return coded["input_ids"], mask, lost
+        begins = np.array(coded["offset_mapping"], np.int64).reshape(-1, 2)[:, 0]
+        mask, found = np.zeros(len(begins), np.uint8), 0
+        for turn in self.turns(messages, tools, text):
+            first, last = np.searchsorted(begins, turn)  # a token that begins before the turn is not in it
+            mask[first:last] = 1
+            found += first < last
+        return coded["input_ids"], mask, max(0, sum(m["role"] == "assistant" for m in messages) - found)
 
     def pretokenized(self, record):
         ids, mask = record["input_ids"], record.get("loss_mask")

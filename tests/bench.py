@@ -11,6 +11,7 @@ sample); then peak memory, compilations after the first batch, and the error aga
 real tokens. The last line is one JSON object. tests/BENCH.md keeps what came out, with machine and date.
 """
 import argparse
+import inspect
 import json
 import os
 import shutil
@@ -104,10 +105,11 @@ class Plan(SimpleNamespace):
 
 
 def pipeline(x, plan, o, batches, stage):
-    """Seconds for `batches` batches as a shard makes them, each file removed when it is there."""
+    """(seconds, growth of host memory in bytes after the third) for `batches` batches as a shard makes them, each
+    file removed when it is there."""
     gone = SimpleNamespace(fatal=None, failed=0, pending=0, add=lambda b, path, crc, excluded: path.unlink())
     seen = SimpleNamespace(computed=lambda s: None, wait_for_room=lambda w: None)
-    slots, writing = [extract.Slot(plan, o.tokens, x.device) for _ in range(2)], []
+    slots, writing, memory = [extract.Slot(plan, o.tokens, x.device) for _ in range(2)], [], []
 
     def run():
         with extract.ThreadPoolExecutor(1) as writer:
@@ -115,11 +117,13 @@ def pipeline(x, plan, o, batches, stage):
                 if not slots:
                     slots.append(writing.pop(0).result())
                 slot = slots.pop(0)
+                memory.append(psutil.Process().memory_info().rss)
                 x.batch(plan.gather(plan.input_ids, b), slot)
                 writing.append(writer.submit(extract.write_batch, o, plan, stage, gone, seen, threading.Event(), b, slot, []))
             while writing:
                 slots.append(writing.pop(0).result())
-    return timed(run)
+    seconds = timed(run)
+    return seconds, memory[-1] - memory[min(3, len(memory) - 1)]
 
 
 def compilations():
@@ -140,9 +144,13 @@ def gemm_floor(model, tokens):
     linears = [m for layer in model.layers for m in layer.modules() if isinstance(m, torch.nn.Linear)]
     inputs = {m.in_features: torch.randn(tokens, m.in_features, device="cuda", dtype=torch.bfloat16) for m in linears}
     flop = sum(2 * tokens * m.in_features * m.out_features for m in linears)
+
+    def run():
+        for m in linears:
+            m(inputs[m.in_features])
     with torch.no_grad():
-        timed(lambda: [m(inputs[m.in_features]) for m in linears])
-        return timed(lambda: [m(inputs[m.in_features]) for m in linears], 2), flop
+        timed(run)
+        return timed(run, 2), flop
 
 
 def padded(model, ids, sink):
@@ -200,6 +208,7 @@ def fidelity(o, layers=16, tokens=2048):
     which = [1, 3, 7, 11, layers - 1]
     rng = np.random.default_rng(1)
     ids = [rng.integers(0, 1000, n).astype(np.int32) for n in (64, 200, 512, 1000)]
+    torch.backends.cudnn.allow_tf32 = False
     exact = decoder(layers, torch.float32, vocab_size=1000)
     state = {k: v.bfloat16() for k, v in exact.state_dict().items()}
     exact.load_state_dict({k: v.float() for k, v in state.items()})
@@ -211,8 +220,7 @@ def fidelity(o, layers=16, tokens=2048):
     fast = {n: getattr(module, n) for n in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")}
     reference.packs = eager.packs = False
     for name, f in fast.items():  # the torch path, undecorated
-        plain = getattr(f, "plain", f)
-        setattr(module, name, getattr(plain, "__wrapped__", plain))
+        setattr(module, name, inspect.unwrap(getattr(f, "plain", f)))
     truth = torch.cat([warmup.captured(reference, [x]) for x in ids], 1)
     for name, f in fast.items():
         setattr(module, name, getattr(f, "plain", f))
@@ -238,14 +246,12 @@ def ours(a, o, plan, model, batches, floor_s, flop, short):
     rate = o.tokens / forward
     print(f"ours, forward          {rate:9,.0f} tokens/s  {flop / forward / 1e12:.0f} TFLOP/s  "
           f"{floor_s / forward:.3f} of the matrix products alone", flush=True)
-    rss = psutil.Process().memory_info().rss
     stage = extract.Stage(tempfile.mkdtemp(dir="/dev/shm"), "bench")
-    piped = pipeline(x, plan, o, a.batches, stage) / a.batches
-    growth = psutil.Process().memory_info().rss - rss
+    piped, growth = pipeline(x, plan, o, a.batches, stage)
+    piped /= a.batches
     print(f"ours, pipeline         {o.tokens / piped:9,.0f} tokens/s  {forward / piped:.3f} of forward only", flush=True)
     short_plan = Plan([short], LAYERS, SHAPE["hidden_size"])
-    x.plan = short_plan
-    ours_short = 545 / (pipeline(x, short_plan, o, 6, stage) / 6)
+    ours_short = 545 * 6 / pipeline(x, short_plan, o, 6, stage)[0]
     print(f"ours, 545 x 60         {ours_short:9,.1f} samples/s of 60 tokens", flush=True)
     shutil.rmtree(stage.dir.parent)
     peak, compiled = torch.cuda.max_memory_allocated() / 1e9, count()
@@ -332,7 +338,7 @@ def cpu(a):
     slot = extract.Slot(plan, tokens, x.device)
     forward = timed(lambda: x.batch(batches[0], slot), 3)
     stage = extract.Stage(tempfile.mkdtemp(dir="/dev/shm"), "bench")
-    piped = pipeline(x, plan, o, 6, stage) / 6
+    piped = pipeline(x, plan, o, 6, stage)[0] / 6
     wide = Plan([[np.zeros(4096, np.int32)]], [0], 50 << 10)
     big = extract.Slot(wide, 4096, x.device)
     big.seconds = 0
