@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import numpy as np
 import torch
@@ -166,8 +166,14 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
         out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
                           window_size=((sliding_window or 0) - 1, 0), **more)
         return out[None], None
+    return attention_by_sequence(query, key, value, scaling, sliding_window), None
+
+
+@torch.compiler.disable
+def attention_by_sequence(query, key, value, scaling, sliding_window):
+    """The same by torch's scaled_dot_product_attention, for what flash attention does not take: a CPU, and fp32."""
     out = []
-    for a, b in bounds(cu_seq_lens_q):
+    for a, b in bounds(PACKED.cpu):
         mask = None
         if sliding_window and b - a > sliding_window:
             mask = torch.ones(b - a, b - a, dtype=torch.bool, device=query.device)
@@ -175,7 +181,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
         out.append(F.scaled_dot_product_attention(
             query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], attn_mask=mask, is_causal=mask is None,
             scale=scaling, enable_gqa=True))
-    return torch.cat(out, 2).transpose(1, 2), None
+    return torch.cat(out, 2).transpose(1, 2)
 
 
 def fast_kernels():
@@ -204,14 +210,18 @@ def packed_rule(plain, fast):
     def by_fla(q, k, v, g, beta, **more):  # it takes fewer key than value heads as they are
         return fast(q, k, v, g, beta, cu_seqlens=PACKED.cu, cu_seqlens_cpu=PACKED.cpu, **more)
 
+    @torch.compiler.disable
+    def by_sequence(q, k, v, g, beta, **more):
+        return torch.cat([plain(q[:, a:b], k[:, a:b], v[:, a:b], g=g[:, a:b], beta=beta[:, a:b], **more)[0]
+                          for a, b in bounds(PACKED.cpu)], 1), None
+
     def rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, packed_at=None, **_):
         more = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
         if packed_at is None:
             return plain(q, k, v, g=g, beta=beta, **more)
         if fast:  # contiguous here, where the compiler makes it part of the convolution, and not in FLA
             return by_fla(q.contiguous(), k.contiguous(), v.contiguous(), g, beta, **more)
-        return torch.cat([plain(q[:, a:b], k[:, a:b], v[:, a:b], g=g[:, a:b], beta=beta[:, a:b], **more)[0]
-                          for a, b in bounds(PACKED.cpu)], 1), None
+        return by_sequence(q, k, v, g, beta, **more)
     return rule
 
 
@@ -244,10 +254,10 @@ def swap_kernels(decoder):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     ALL_ATTENTION_FUNCTIONS.register("packed", packed_attention)
     decoder.config._attn_implementation = "packed"
-    half = next(decoder.parameters()).dtype == torch.bfloat16
+    half = next(decoder.parameters()).dtype == torch.bfloat16  # in fp32 the fast kernels would round to TF32
     flash = varlen_attn and half and torch.cuda.is_available()
     used = {"attention": "varlen_attn (flash)" if flash else "torch sdpa, sequence by sequence"}
-    module, fast = sys.modules[type(decoder.layers[0]).__module__], fast_kernels()
+    module, fast = sys.modules[type(decoder.layers[0]).__module__], fast_kernels() if half else None
     for name, make, how in (("torch_chunk_gated_delta_rule", packed_rule,
                              "FLA (Triton)" if fast else "torch, sequence by sequence"),
                             ("causal_conv1d_fn", packed_conv, "torch, all sequences at once")):
@@ -270,8 +280,9 @@ def compile_layers(decoder):
     dynamo.recompile_limit = 8 * len(decoder.layers)
     dynamo.fail_on_recompile_limit_hit = True  # the default falls back to eager, with a line in the log
     inductor.realize_reads_threshold = 24  # the convolution's taps are read again rather than written between
-    for layer in decoder.layers:
-        layer.forward = torch.compile(layer.forward)
+    compiled = {kind: torch.compile(kind.forward) for kind in set(map(type, decoder.layers))}
+    for layer in decoder.layers:  # one compiled function for all: of its own, each layer would be traced anew
+        layer.forward = MethodType(compiled[type(layer)], layer)
 
 
 def relative(a, b):
@@ -310,6 +321,7 @@ def prepare(extractor):
         other = [(probe[0] + 1) % config.vocab_size, *probe[1:]]
         report["isolation"] = relative(captured(x, other, x.fill)[:, lengths[0]:], ours[:, lengths[0]:])
         eps, pieces = torch.finfo(next(x.decoder.parameters()).dtype).eps, ours.split(lengths, dim=1)
+        eps = max(eps, 2 ** -11) if x.cuda else eps  # there transformers' own kernels round fp32 to TF32
         for column, layer in enumerate(x.captures):
             report["truth"].append(max(relative(a[column], b[column]) for a, b in zip(pieces, alone)))
             limit = max(1e-4, 8 * eps * (layer + 1) ** 0.5)
