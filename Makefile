@@ -40,17 +40,16 @@ SHAPE = --model '$(MODEL)' --work '$(WORK)' --layers '$(LAYERS)' --tokens '$(TOK
 FLAGS = $(SHAPE) --data '$(DATA)' --out '$(OUT)' --stage '$(STAGE)' --uploads '$(UPLOADS)' \
         --upload-mbps '$(UPLOAD_MBPS)' --num-shards '$(GPUS)'
 VENV := $(if $(filter file,$(origin PY)),$(if $(filter .venv/bin/python,$(PY)),.venv/.installed))
-HERE = WORK='$(WORK)' STAGE='$(STAGE)' GPUS='$(GPUS)'
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test plan warmup extract status watch logs stop restart clean-shm verify
+.PHONY: help setup demo test bench bench-gpu plan warmup extract status watch logs stop restart clean-shm verify
 
 help:  ## this text
 	@echo 'make TARGET [KNOB=value ...]'
 	echo
-	grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /\1|/' | awk -F'|' '{printf "  %-10s %s\n", $$1, $$2}'
+	sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1|\2/p' Makefile | awk -F'|' '{printf "  %-10s %s\n", $$1, $$2}'
 	echo; echo 'Knobs, with their values now:'
 	$(foreach k,$(KNOBS),printf '  %-12s %-26s %s\n' '$k' '$($k)' "$$(sed -n 's/^# $k: //p' Makefile)";)
 
@@ -72,29 +71,19 @@ plan: $(VENV)  ## tokenize, fix the batches, print samples, bytes and hours; no 
 warmup: $(VENV)  ## compile and prove the kernels once
 	@$(PY) warmup.py $(SHAPE) $(ARGS)
 
-# Whether a process is a shard of this WORK: pids are reused, and a pid file alone proves nothing.
+# A pid file alone proves nothing, since pids are reused: monitor.py looks at the process, too.
 define RUNNING
-	ours() {
-	  local w
-	  w=$$(cat /proc/$$1/cmdline 2>/dev/null | tr '\0' '\n')
-	  grep -q 'extract\.py$$' <<<"$$w" || return 1
-	  w=$$(grep -xA1 -e --work <<<"$$w" | tail -n1)
-	  [ "$$(cd /proc/$$1/cwd && readlink -f "$$w")" = "$$(readlink -f '$(WORK)')" ]
-	}
-	running() {
-	  local f p
-	  for f in '$(WORK)'/pids/shard_*.pid; do
-	    p=$$(head -n1 "$$f" 2>/dev/null) || continue
-	    if [[ $$p =~ ^[0-9]+$$ ]] && ours "$$p"; then echo "$$p"; fi
-	  done
-	}
+	command -v $(PY) >/dev/null || { echo '$(PY) is not there: make setup'; exit 2; }
+	running() { $(PY) monitor.py --work '$(WORK)' --pids | xargs; }
 endef
 
 extract: $(VENV)  ## run GPUS shards in the background and follow them; Ctrl-C leaves them running
 	@$(RUNNING)
 	[[ '$(GPUS)' =~ ^[1-9][0-9]*$$ ]] || { echo 'GPUS=$(GPUS) is not a number of shards'; exit 2; }
-	if [ -n "$$(running)" ]; then
-	  echo "a run of $(WORK) is under way (pids $$(running | xargs)): make status, make stop"; exit 2
+	mkdir -p '$(WORK)'
+	exec 9>'$(WORK)'/.launch
+	if [ -n "$$(running)" ] || ! flock -n 9; then  # the lock is held from here until the shards are there
+	  echo "a run of $(WORK) is under way or being started (pids $$(running)): make status, make stop"; exit 2
 	fi
 	if [ -n "$${CUDA_VISIBLE_DEVICES-}" ]; then IFS=, read -ra devices <<<"$$CUDA_VISIBLE_DEVICES"
 	else devices=($$(nvidia-smi -L 2>/dev/null | sed -n 's/^GPU \([0-9]*\):.*/\1/p' || true)); fi
@@ -102,61 +91,71 @@ extract: $(VENV)  ## run GPUS shards in the background and follow them; Ctrl-C l
 	  echo "GPUS=$(GPUS), but only $${#devices[@]} to see ($${devices[*]}): use GPUS=$${#devices[@]}"; exit 2
 	fi
 	CUDA_VISIBLE_DEVICES= $(PY) extract.py $(FLAGS) $(ARGS) --plan-only
-	CUDA_VISIBLE_DEVICES="$${devices[0]-}" $(PY) warmup.py $(SHAPE) $(ARGS) --if-needed >'$(WORK)/logs/warmup.log' 2>&1 &
-	wait $$! || { tail -n 20 '$(WORK)/logs/warmup.log'; echo 'warm-up failed, no shard was started: $(WORK)/logs/warmup.log'; exit 2; }
+	CUDA_VISIBLE_DEVICES="$${devices[0]-}" $(PY) warmup.py $(SHAPE) $(ARGS) --if-needed >'$(WORK)'/logs/warmup.log 2>&1 || {
+	  tail -n 20 '$(WORK)'/logs/warmup.log
+	  echo 'warm-up failed, no shard was started; all of it: $(WORK)/logs/warmup.log'; exit 2
+	}
 	rm -f '$(WORK)'/progress_shard_*.json '$(WORK)'/pids/shard_*.pid
 	for (( i = 0; i < $(GPUS); i++ )); do
 	  CUDA_VISIBLE_DEVICES="$${devices[i]-}" setsid nohup $(PY) extract.py $(FLAGS) $(ARGS) --shard $$i \
-	    >>'$(WORK)'/logs/shard_$$i.log 2>&1 </dev/null &
+	    >>'$(WORK)'/logs/shard_$$i.log 2>&1 </dev/null 9>&- &
 	  echo $$! >'$(WORK)'/pids/shard_$$i.pid
 	done
+	exec 9>&-
 	$(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)' --follow --num-shards $(GPUS)
 
 status:  ## a row a shard, the box, one ETA
-	@$(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)'
+	@$(RUNNING)
+	$(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)'
 
 watch:  ## the same, redrawn
-	@$(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)' --watch
+	@$(RUNNING)
+	$(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)' --watch
 
 logs:  ## follow the log of shard SHARD
-	@tail -n 50 -F '$(WORK)'/logs/shard_$(SHARD).log
+	@log='$(WORK)'/logs/shard_$(SHARD).log
+	[ -f "$$log" ] || { echo "no $$log: is WORK=$(WORK) SHARD=$(SHARD) what was meant?"; exit 2; }
+	tail -n 50 -F "$$log"
 
 stop:  ## end the shards with TERM and wait for them: they finish their batch and can go on later
 	@$(RUNNING)
 	pids=$$(running)
 	[ -n "$$pids" ] || { echo 'no shard of $(WORK) is running'; exit 0; }
-	echo "asking $$(xargs <<<"$$pids") to stop"
+	echo "asking $$pids to stop"
 	kill -TERM $$pids
-	for (( i = 0; i < 600; i++ )); do
-	  [ -n "$$(running)" ] || { echo 'stopped; the same make extract goes on'; exit 0; }
-	  sleep 0.1
+	until [ -z "$$(running)" ]; do
+	  (( SECONDS < 60 )) || { echo "still running after 60 s: $$(running). make stop again ends them at once"; exit 1; }
+	  sleep 0.2
 	done
-	echo "still running after 60 s: $$(running | xargs). make stop again ends them at once"; exit 1
+	echo 'stopped; the same make extract goes on'
 
 clean-shm:  ## remove what this run left in staging; markers stay
 	@$(RUNNING)
-	[ -z "$$(running)" ] || { echo "shards of $(WORK) are running (pids $$(running | xargs)): make stop first"; exit 2; }
-	run=$$($(PY) -c 'import json; print(json.load(open("$(WORK)/plan/plan.json"))["fingerprint"])' 2>/dev/null) ||
-	  { echo 'no plan in $(WORK), so nothing of it is in $(STAGE)'; exit 0; }
+	[ -z "$$(running)" ] || { echo "shards of $(WORK) are running (pids $$(running)): make stop first"; exit 2; }
+	[ -f '$(WORK)'/plan/plan.json ] || { echo 'no plan in $(WORK), so nothing of it is in $(STAGE)'; exit 0; }
+	run=$$($(PY) -c 'import json; print(json.load(open("$(WORK)/plan/plan.json"))["fingerprint"])')
 	for f in '$(STAGE)'/$$run/batch_*.safetensors; do
 	  n=$${f##*_}; n=$${n%.safetensors}
-	  if [ -e "$$f" ] && [ ! -e '$(WORK)'/markers/.done_$$n ]; then echo "not uploaded yet, to be computed again: $$f"; fi
+	  if [ -e "$$f" ] && [ ! -e '$(WORK)'/markers/.done_$$n ]; then
+	    echo "not uploaded yet, to be computed again: $$f"
+	  fi
 	done
 	rm -rf '$(STAGE)'/$$run
 	echo "staging of $(WORK) is clean"
 
 restart:  ## the clean restart: stop, clean staging, keep markers, go on
-	@$(MAKE) --no-print-directory stop $(HERE)
-	$(MAKE) --no-print-directory clean-shm $(HERE)
+	@$(MAKE) --no-print-directory stop
+	$(MAKE) --no-print-directory clean-shm
 	$(MAKE) --no-print-directory extract
 
 verify: $(VENV)  ## recompute SAMPLES samples of a local OUT alone with plain transformers and compare
-	@$(PY) tests/oracle.py --out '$(OUT)' --model '$(MODEL)' --samples '$(SAMPLES)'
+	@[[ -n '$(OUT)' && '$(OUT)' != s3://* ]] || { echo 'verify: OUT= must be a local directory (aws s3 sync fetches one)'; exit 2; }
+	$(PY) tests/oracle.py --out '$(OUT)' --model '$(MODEL)' --samples '$(SAMPLES)'
 
 # ---- the project itself
 
 D := $(if $(filter file default,$(origin WORK)),work/demo,$(WORK))
-demo: $(VENV)  ## the whole of it in minutes, no GPU needed: tiny model, 300 chats, a real S3 server, 2 shards, proof
+demo: $(VENV)  ## all of it in minutes, without a GPU: tiny model, 300 chats, a real S3 server, 2 shards, proof
 	@echo '--- a tiny random-weight model and 300 conversations'
 	$(PY) tests/tiny.py '$(D)'
 	echo '--- a real S3 server on 127.0.0.1:$(PORT); its bucket is a directory below $(D)/s3'
@@ -166,8 +165,8 @@ demo: $(VENV)  ## the whole of it in minutes, no GPU needed: tiny model, 300 cha
 	echo '--- plan, warm-up, two shards, uploads by aws s3 cp'
 	export OMP_NUM_THREADS=1
 	if nvidia-smi -L >/dev/null 2>&1; then export CUDA_VISIBLE_DEVICES=0,0; fi  # both shards share the first GPU
-	$(MAKE) --no-print-directory extract MODEL='$(D)/model' DATA='$(D)/chat.jsonl' OUT=s3://hidden-states/run1 WORK='$(D)' \
-	  STAGE='$(STAGE)' GPUS=2 TOKENS=2048 MAX_LEN=1024 LAYERS=dflash:5 UPLOADS=2 UPLOAD_MBPS=0 \
+	$(MAKE) --no-print-directory extract MODEL='$(D)/model' DATA='$(D)/chat.jsonl' WORK='$(D)' \
+	  OUT=s3://hidden-states/run1 STAGE='$(STAGE)' GPUS=2 TOKENS=2048 MAX_LEN=1024 LAYERS=dflash:5 UPLOADS=2 UPLOAD_MBPS=0 \
 	  ARGS='--compute-dtype fp32 --dtype fp32'
 	$(PY) tests/s3.py stop --pid-file '$(D)/s3.pid'
 	trap - EXIT
@@ -184,3 +183,9 @@ demo: $(VENV)  ## the whole of it in minutes, no GPU needed: tiny model, 300 cha
 
 test: $(VENV)  ## the project's tests
 	@$(PY) -m pytest -q tests $(ARGS)
+
+bench: $(VENV)  ## stages, writing and planning of a tiny model on this CPU
+	@$(PY) tests/bench.py $(ARGS)
+
+bench-gpu: $(VENV)  ## the Qwen3.6-27B shape with random weights on one GPU, against the other ways
+	@$(PY) tests/bench.py --gpu $(ARGS)

@@ -22,7 +22,7 @@ KEY = "batches/batch_{:06d}.safetensors"
 
 
 class OutputError(Exception):
-    """Reading or writing failed, in the server's or the system's words; `permanent`: another try cannot help."""
+    """Reading or writing failed, in the server's or system's words; `permanent`: another try cannot help."""
     PERMANENT = re.compile("NoSuchBucket|InvalidAccessKeyId|SignatureDoesNotMatch|AccessDenied|ExpiredToken|"
                            "InvalidToken|Forbidden|[Uu]nable to locate credentials|[Pp]artial credentials|"
                            "[Ii]nvalid bucket name|PermanentRedirect|AuthorizationHeaderMalformed|"
@@ -90,8 +90,8 @@ class Local:
 
     def clean(self, keys):
         """Takes back what killed uploads of these keys left behind."""
-        for key in keys:
-            for tmp in (self.root / key).parent.glob(f"{Path(key).name}.*.tmp"):
+        for tmp in (self.root / "batches").glob("*.safetensors.*.tmp"):
+            if f"batches/{tmp.name.partition('.safetensors')[0]}.safetensors" in keys:
                 tmp.unlink(missing_ok=True)
 
 
@@ -101,7 +101,9 @@ class S3(Local):
     def __init__(self, out, config, abort, mbps):
         self.bucket, _, prefix = out.removeprefix("s3://").partition("/")
         self.prefix, self.abort = "".join(f"{part}/" for part in prefix.split("/") if part), abort
-        config = config or Path(tempfile.mkdtemp(prefix="aws-")) / "config"
+        if not config:  # gone with this object
+            self.temporary = tempfile.TemporaryDirectory(prefix="aws-")
+            config = Path(self.temporary.name) / "config"
         search = f"{os.environ.get('PATH', os.defpath)}:{Path(sys.executable).parent}"
         self.env = os.environ | {"AWS_RETRY_MODE": "standard", "AWS_MAX_ATTEMPTS": "5", "AWS_PAGER": "",
                                  "AWS_CONFIG_FILE": str(config.resolve()), "PATH": search}
@@ -112,7 +114,7 @@ class S3(Local):
             f.write(theirs.read_bytes() if theirs.is_file() else b"")
         settings = {"max_concurrent_requests": 4, "multipart_chunksize": "16MB"}
         if mbps:
-            settings["max_bandwidth"] = f"{max(1, round(mbps * 1e6 / 1024))}KB/s"  # aws counts 1024 bytes a KB
+            settings["max_bandwidth"] = f"{max(1, round(mbps * 1e6 / 1024))}KB/s"  # of 1024 bytes for aws
         for name, value in settings.items():
             self.aws("configure", "set", f"s3.{name}", str(value))
 
@@ -120,8 +122,9 @@ class S3(Local):
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
     def aws(self, *args, deadline=120.0):
-        """One aws command under nice, ended as a group at its deadline, in seconds -> stdout. Raises OutputError."""
-        command = ["nice", "-n", "19", "aws", *args, "--cli-read-timeout", "30", "--cli-connect-timeout", "30"]
+        """One aws command under nice, ended as a group at its deadline (s) -> stdout. Raises OutputError."""
+        command = ["nice", "-n", "19", "aws", *args]
+        command += ["--cli-read-timeout", "30", "--cli-connect-timeout", "30"]
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             p = subprocess.Popen(command, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
                                  process_group=0)

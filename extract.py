@@ -102,6 +102,7 @@ def flag(name):
 def parse_options(argv=None, cls=Options, doc=__doc__):
     """Command line -> cls; argparse ends the process with 2 on a bad flag."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: parser.exit(2, f"refused: {message}; --help describes every flag\n")
     for f in fields(cls):
         more = {"type": f.type, "choices": f.metadata["choices"]}
         more = {"action": "store_true"} if f.type is bool else more
@@ -120,7 +121,7 @@ def own_shard(o):
         raise Refused(f"--shard auto: {o.num_shards} is no number of shards")
     o.num_shards = int(o.num_shards)
     if not o.shard.isdecimal() or int(o.shard) >= o.num_shards:
-        raise Refused(f"--shard {o.shard}: with --num-shards {o.num_shards} it is 0 to {o.num_shards - 1}")
+        raise Refused(f"--shard {o.shard}: 0 to {o.num_shards - 1}, or auto where a scheduler's variables are set")
     o.shard = int(o.shard)
 
 def check_options(o):
@@ -132,6 +133,8 @@ def check_options(o):
     for name in ("model", "data", "out"):
         if not getattr(o, name):
             raise Refused(f"--{name} ({name.upper()}= for make) is missing. `make help` explains")
+    if not Path(o.data).exists():
+        raise Refused(f"--data {o.data}: no such file or directory. Give JSONL, or a directory of *.jsonl")
     if o.max_len > o.tokens:
         raise Refused(f"--max-len {o.max_len} is above --tokens {o.tokens}: a sample must fit into a batch")
     if 0 < o.forward_tokens < o.max_len:
@@ -294,7 +297,7 @@ class Encoder:
         return ids, mask, 0
 
     def encode(self, line):
-        """bytes -> (id or None, ids int32 [n], mask uint8 [n], lost turns); raises Skip(reason, detail, id)"""
+        """bytes -> (id or None, ids int32 [n], mask uint8 [n], lost turns); or Skip(reason, detail, id)"""
         name, o = None, self.o
         try:
             record = json.loads(line)
@@ -310,7 +313,7 @@ class Encoder:
                     (n > o.max_len and o.overlong == "skip", "too_long", f"{n} tokens"),
                     (n < o.min_len, "too_short", f"{n} tokens"),
                     (low < 0 or high >= self.vocab_size, "id_out_of_range", f"{low} to {high}"),
-                    (mask.sum() < o.min_supervised, "nothing_supervised", f"{lost} turns were not located")):
+                    (mask.sum() < o.min_supervised, "nothing_supervised", f"{mask.sum()} tokens; {lost} turns lost")):
                 if wrong:
                     raise Skip(reason, detail)
             return name, ids.astype(np.int32), mask, lost
@@ -419,7 +422,7 @@ class Plan:
         return len(text).to_bytes(8, "little") + text, list(header)[1:], 8 + len(text) + offset
 
 def tokenize(o, path, vocab_size, files, directory):
-    """The data -> tokens.bin, loss_mask.bin, skipped.jsonl; returns (SAMPLE [n], ids, counts) in its order."""
+    """The data -> tokens.bin, loss_mask.bin, skipped.jsonl; returns (SAMPLE [n], ids, counts)."""
     from tqdm import tqdm
     samples, names, skipped, lost, offset, pending = [], [], Counter(), 0, 0, deque()
     workers, lines = o.plan_workers or min(16, os.cpu_count()), read_lines(files)
@@ -487,7 +490,7 @@ def get_plan(o, work, path, output):
         raise Refused(slow)
     files = sorted(data.rglob("*.jsonl")) if data.is_dir() else [data] * data.is_file()
     if not sum(f.stat().st_size for f in files):
-        raise Refused(f"--data {o.data}: " + ("no *.jsonl data in it" if data.exists() else "no such file"))
+        raise Refused(f"--data {o.data}: no line of *.jsonl data in it")
     layers, final = warmup.layer_ids(o.layers, config.num_hidden_layers), o.final or o.layers == "eagle3"
     inputs = [[f.name, *stamp(f)] for f in files]
     with open(directory / ".lock", "w") as lock:
@@ -525,8 +528,8 @@ def manifest(plan, excluded=None, complete=False):
 def print_estimate(o, plan, work, stage):
     c, measured = plan.counts, (read_json(work / "warmup.json") or {}).get("tokens_per_sec")
     rate = measured or ASSUMED_RATE
-    say(f"plan {plan.fingerprint}: {c['samples']:,} samples, {c['tokens']:,} tokens, {c['supervised']:,} of which "
-        f"are supervised, {c['turns_lost']:,} turns not located")
+    say(f"plan {plan.fingerprint}: {c['samples']:,} samples, {c['tokens']:,} tokens, "
+        f"{c['supervised']:,} of them supervised, {c['turns_lost']:,} turns not located")
     if c["skipped"]:
         say(f"{c['skipped']:,} samples skipped {c['skipped_by_reason']}: {work / 'plan' / 'skipped.jsonl'}")
     say(f"layers {plan.layers}{' and the final state' * plan.final}: {CONVENTION}")
@@ -565,12 +568,13 @@ class Slot:
             into["hidden_states"][rows, at] = (states.float() / scale).to(fp8)
 
 def load_decoder(o, path):
-    """The text decoder of a model, weights on the GPU where there is one. Raises Failed for missing weights."""
+    """The text decoder of a model, on the GPU where there is one. Raises Failed for missing weights."""
     import transformers
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     how = {"dtype": KINDS[o.compute_dtype][1], "attn_implementation": "sdpa", "output_loading_info": True}
-    how |= {"device_map": {"": 0}} if torch.cuda.is_available() else {}  # straight there, with no copy on the host
+    if torch.cuda.is_available():
+        how["device_map"] = {"": 0}  # straight there, with no second copy of the weights on the host
     autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
     config = transformers.AutoConfig.from_pretrained(path)
     auto = next((auto for auto in autos if type(config) in auto._model_mapping), autos[0])
@@ -709,8 +713,8 @@ def write_batch(o, plan, stage, uploads, progress, stop, batch, slot, too_large)
     wrong = np.flatnonzero((~np.isfinite(least) | ~np.isfinite(greatest) | (least == greatest)).any(1))
     bad = set(np.searchsorted(rows["start"], wrong, "right") - 1) - set(too_large)
     if bad and not o.skip_bad:
-        raise Failed(f"batch {batch}: states of sample {rows['row'][min(bad)]} (a row of the data) hold NaN, Inf or "
-                     "are constant; the batch was not written. --skip-bad passes over such samples")
+        raise Failed(f"batch {batch}: states of sample {rows['row'][min(bad)]} (a row of the data) hold NaN, Inf "
+                     "or are constant; the batch was not written. --skip-bad passes over such samples")
     why = {i: "bad numbers" for i in bad} | {i: "too large for GPU memory" for i in too_large}
     for i in why:
         for name in [*plan.states(), "loss_mask"]:
@@ -726,13 +730,15 @@ def write_batch(o, plan, stage, uploads, progress, stop, batch, slot, too_large)
         if uploads.failed and not uploads.pending:
             raise Failed(f"{stage.dir} is full and uploads fail: {uploads.last_error}")
     progress.wait_for_room(False)
+    if why:  # beside the file, so that a start that finds it staged knows them, too
+        write_atomic(path.with_suffix(".json"), compact({int(rows["row"][i]): reason for i, reason in why.items()}))
     with f:  # RESUME CONTRACT: .tmp, then rename; nothing touches a file that has its final name
         for part in (header, *(raw(arrays[name]) for name in names)):
             for i in range(0, len(part), 1 << 24):
                 crc = zlib.crc32(part[i:i + (1 << 24)], crc)
                 f.write(part[i:i + (1 << 24)])
     os.replace(path.with_suffix(".tmp"), path)
-    uploads.add(batch, path, crc, {int(rows["row"][i]): reason for i, reason in why.items()})
+    uploads.add(batch, path, crc)
     return slot
 
 # ----------------------------------------------------------------------------------------------------- upload
@@ -749,21 +755,21 @@ class Uploads:
         self.pool, self.lock = ThreadPoolExecutor(o.uploads), threading.Lock()
         self.pending, self.staged, self.failed, self.fatal, self.last_error = 0, 0, 0, None, ""
 
-    def add(self, batch, path, crc=None, excluded=None):
+    def add(self, batch, path, crc=None):
         with self.lock:
             self.pending, self.staged = self.pending + 1, self.staged + path.stat().st_size
-        self.pool.submit(self.run, batch, path, path.stat().st_size, crc, excluded or {})
+        self.pool.submit(self.run, batch, path, path.stat().st_size, crc)
 
-    def run(self, batch, path, size, crc, excluded):
+    def run(self, batch, path, size, crc):
         try:
-            self.upload(batch, path, size, crc, excluded)
+            self.upload(batch, path, size, crc)
         except BaseException as e:  # main looks at `fatal` between two batches
             traceback.print_exc() if not isinstance(e, OutputError) else None
             self.fatal = self.last_error = first_line(e)
         with self.lock:
             self.pending, self.staged = self.pending - 1, self.staged - size
 
-    def upload(self, batch, path, size, crc, excluded):
+    def upload(self, batch, path, size, crc):
         o, attempt, before = self.o, 0, stamp(path)
         slowest = min(o.upload_min_mbps, o.upload_mbps / o.uploads / 3 or 1e9)
         while not (self.abort.is_set() or self.fatal):
@@ -793,10 +799,11 @@ class Uploads:
                     crc = zlib.crc32(part, crc)
         # RESUME CONTRACT: the object was seen with its planned size: now the marker, and then the file may go
         write_atomic(self.work / "markers" / f".done_{batch:06d}", compact(
-            {"batch": batch, "key": KEY.format(batch), "bytes": size, "crc32": crc, "excluded": excluded,
-             "samples": len(self.plan.rows(batch)), "tokens": int(self.plan.batch_tokens[batch])}))
+            {"batch": batch, "key": KEY.format(batch), "bytes": size, "crc32": crc,
+             "excluded": read_json(path.with_suffix(".json")) or {}, "samples": len(self.plan.rows(batch)), "tokens": int(self.plan.batch_tokens[batch])}))
         self.progress.marked(batch)
-        path.unlink(missing_ok=True)
+        for file in (path, path.with_suffix(".json")):
+            file.unlink(missing_ok=True)
 
     def drain(self, stop):
         """Waits for the uploads; once `stop` is set 12 s at most, and what is left stays in staging."""
@@ -814,11 +821,11 @@ def run(o, work, progress, stop):
     check_options(o)
     path, abort = warmup.model_directory(o.model), threading.Event()
     try:
-        aws_config = work / "aws" / f"shard_{o.shard}.config"
+        aws_config = work / "aws" / ("plan.config" if o.plan_only else f"shard_{o.shard}.config")
         output = open_output(o.out, aws_config, abort, o.upload_mbps / o.uploads)
         plan = get_plan(o, work, path, output)
     except OutputError as e:
-        raise Refused(f"OUT {o.out} cannot be used: {e}. Look at its name, the credentials, "
+        raise Refused(f"OUT {o.out} cannot be used: {str(e).rstrip('.')}. Look at its name, the credentials, "
                       "AWS_ENDPOINT_URL") from None
     stage = Stage(o.stage, plan.fingerprint)
     print_estimate(o, plan, work, stage)
@@ -851,8 +858,8 @@ def run(o, work, progress, stop):
         say(f"shard {o.shard} of {o.num_shards}: {len(mine)} batches; {before} were done, "
             f"{len(mine) - len(todo) - before} staged, {len(todo)} are to be computed")
 
+        progress.set(state="loading" if todo else "draining")
         if todo:
-            progress.set(state="loading")
             extractor = Extractor(o, plan, load_decoder(o, path))
             progress.set(state="warming")
             say(f"start checks passed: {compact(warmup.prepare(extractor))}")
@@ -886,8 +893,8 @@ def run(o, work, progress, stop):
         writer.shutdown(cancel_futures=True)
 
     if uploads.fatal or uploads.failed:
-        raise Failed(f"{uploads.failed or 'all further'} uploads failed: {uploads.last_error}. What is left waits in "
-                     f"{stage.dir}; when the cause is mended, the same command goes on")
+        raise Failed(f"{uploads.failed or 'all further'} uploads failed: {uploads.last_error}. What is left waits "
+                     f"in {stage.dir}; when the cause is mended, the same command goes on")
     if progress.now["batch"] < len(mine):
         raise Stopped(f"with {progress.now['batch']} of {len(mine)} batches done; the same command goes on")
     markers = list((work / "markers").glob(".done_*"))
@@ -919,9 +926,10 @@ def main(argv=None):
             pid_file = open(work / "pids" / (".plan" if o.plan_only else f"shard_{o.shard}.pid"), "a+")
             fcntl.flock(pid_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Refused(f"shard {o.shard} of {work} runs already: see `make status`") from None
+            who = f"a plan of {work}" if o.plan_only else f"shard {o.shard} of {work}"
+            raise Refused(f"{who} is under way already: wait, or see `make status`") from None
         except OSError as e:
-            raise Refused(f"--work {work} cannot be used: {e}") from None
+            raise Refused(f"--work {work} cannot be written to ({e.strerror}): use another one") from None
         pid_file.truncate(0)
         print(os.getpid(), file=pid_file, flush=True)
         if not o.plan_only:

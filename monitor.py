@@ -24,7 +24,6 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
 import sys
 import threading
@@ -186,6 +185,14 @@ def clean(text):
     return "".join(c if c.isprintable() else "?" for c in lines[0].strip()[:300]) if lines else ""
 
 
+def pid_of(file):
+    """The pid in a pid file, None where there is none."""
+    try:
+        return max(0, int(file.read_text()[:20])) or None
+    except (OSError, ValueError):
+        return None
+
+
 def process_state(pid, work):
     """The state letter of a process that runs extract.py on this work directory ('T': SIGSTOP), else ''."""
     try:
@@ -207,10 +214,7 @@ def process_state(pid, work):
 def read_shard(work, shard):
     """One shard's progress, cleaned of wrong types, with pid, alive, age_s, condition and message."""
     # The process first, its progress second: what a process that is gone has left is then its last word.
-    try:
-        pid = max(0, int((work / "pids" / f"shard_{shard}.pid").read_text()[:20])) or None
-    except (OSError, ValueError):
-        pid = None
+    pid = pid_of(work / "pids" / f"shard_{shard}.pid")
     process = process_state(pid, work) if pid else ""
     path = work / f"progress_shard_{shard}.json"
     progress = read_json(path)
@@ -256,7 +260,7 @@ def count_shards(work):
     """--num-shards as the most recently updated progress file has it, else by the file names; 0 for none."""
     newest, highest = (-1, 0), 0
     for path in [*work.glob("progress_shard_*.json"), *work.glob("pids/shard_*.pid")]:
-        if match := re.search(r"_(\d{1,3})\.", path.name):
+        if match := re.search(r"_(\d{1,5})\.", path.name):
             highest = max(highest, int(match[1]) + 1)
         data = read_json(path) or {}
         if 1 <= (n := number(data.get("num_shards"), 0)) <= MAX_SHARDS:
@@ -309,11 +313,11 @@ def read_box(stage):
     while not os.path.exists(folder):  # the first shard makes it
         folder = os.path.dirname(folder)
     cpu, memory = psutil.cpu_times_percent(interval=0.1), psutil.virtual_memory()
-    disk = shutil.disk_usage(folder)
+    used, left = room(folder)
     return {"gpus": read_gpus(), "cpu_count": psutil.cpu_count(), "cpu_user_percent": cpu.user,
             "cpu_system_percent": cpu.system, "memory_used": memory.total - memory.available,
-            "memory_total": memory.total, "stage": stage, "stage_used": disk.used, "stage_total": disk.total,
-            "stage_percent": round(100 * disk.used / max(1, disk.total), 1)}
+            "memory_total": memory.total, "stage": stage, "stage_used": used, "stage_total": used + left,
+            "stage_percent": round(100 * used / max(1, used + left), 1)}
 
 
 # ---- words and figures for people
@@ -501,6 +505,7 @@ def main():
                      help="write the table to FILE (default: STATUS.md in the work directory)")
     how.add_argument("--watch", nargs="?", const=2.0, type=float, metavar="SECONDS",
                      help="redraw every so many seconds until Ctrl-C (default: 2)")
+    how.add_argument("--pids", action="store_true", help="print the pids of the shards that run, a line each")
     how.add_argument("--follow", action="store_true",
                      help="show progress until all shards have ended; exit with the worst of their codes")
     args = parser.parse_args()
@@ -511,6 +516,10 @@ def main():
     sys.stdout.reconfigure(errors="replace")  # an ASCII terminal gets ? for a dash, not a traceback
 
     work = Path(args.work)
+    if args.pids:
+        print(*(pid for f in sorted(work.glob("pids/shard_*.pid")) if (pid := pid_of(f)) and process_state(pid, work)),
+              sep="\n", end="\n")
+        return 0
     if not os.path.isdir(work):
         error = f"no work directory {args.work!r}: {START}   or name the run's own: make status WORK=DIR"
         if args.json:

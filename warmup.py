@@ -3,8 +3,9 @@
     python warmup.py --model Qwen/Qwen3.6-27B --work work          (`make warmup`)
 
 Four processes that compile the same Triton kernels at once keep every core busy and the GPUs idle; after this
-they find them compiled. It reports the environment, runs the run's one shape filled in different ways, cold and
-warm, proves the packed forward against plain transformers, and leaves WORK/warmup.json, which is its last line.
+they find them compiled. It reports the environment, runs the run's one shape filled in different ways, cold
+and warm, proves the packed forward against plain transformers, and leaves WORK/warmup.json, also as its last
+line.
 
 The first half are the kernels themselves, which extract.py puts into a model: attention, delta rule and short
 convolution that keep the samples of a packed row apart, and the checks that every start makes.
@@ -78,7 +79,8 @@ def model_directory(name):
         assert list(path.glob("*.safetensors")), f"no *.safetensors in {path}"
         return path.resolve()
     except Exception as e:
-        raise Refused(f"--model {name}: no model directory, and not to be had from the hub ({first_line(e)})") from None
+        raise Refused(f"--model {name}: no model directory, and not to be had from the hub "
+                      f"({first_line(e)})") from None
 
 
 def text_config(path):
@@ -106,13 +108,13 @@ def layer_ids(rule, depth):
         ids = [1, depth // 2 - 1, depth - 4] if not n else [depth // 2] if n == 1 else [
             round(1 + i * (depth - 4) / (n - 1)) for i in range(n)]
     if not ids or not all(type(i) is int and 0 <= i < depth for i in ids):
-        raise Refused(f"--layers {rule} gives {ids or 'no ids'}: this model has layers 0 to {depth - 1}. Give ids "
-                      "as 1,16,31, a rule (dflash:5, eagle3), or a drafter's config with target_layer_ids")
+        raise Refused(f"--layers {rule} gives {ids or 'no ids'}: this model has layers 0 to {depth - 1}. Give "
+                      "ids as 1,16,31, a rule (dflash:5, eagle3), or a drafter's config with target_layer_ids")
     return ids
 
 
 def model_parts(path):
-    """Content of a model without reading it all: config, each safetensors header, first and last MB of weights."""
+    """Content of a model, not all of it read: config, each safetensors header, first and last MB of weights."""
     config = json.loads((path / "config.json").read_bytes())
     yield compact({k: v for k, v in config.items() if k not in ("transformers_version", "_name_or_path")})
     for file in sorted(path.glob("*.safetensors")):
@@ -131,9 +133,9 @@ HARMLESS = {"position_ids", "cache_position", "use_cache", "cu_seq_lens_k", "max
 
 @contextmanager
 def packing(cu, cpu, longest, positions):
-    """Inside, the decoder takes a row with these bounds (int32 [n+1], on the device and on the host), whose longest
-    sequence and positions [1, T] these are; gives the keywords for its call. FLA caches by the identity of `cu`:
-    it must be a fresh tensor for every row."""
+    """Inside, the decoder takes a row with these bounds (int32 [n+1], on the device and on the host), whose
+    longest sequence and positions [1, T] these are; gives the keywords for its call. FLA caches by the identity
+    of `cu`: it must be a fresh tensor for every row."""
     PACKED.cu, PACKED.cpu = cu, cpu
     if cu.is_cuda:
         torch._dynamo.maybe_mark_dynamic(cu, 0)
@@ -151,15 +153,16 @@ def bounds(cu):
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
                      sliding_window=None, cu_seq_lens_q=None, max_length_q=None, **other):
-    """Causal attention within each sequence of a packed row, for transformers' registry of attention functions.
+    """Causal attention within each sequence of a packed row, for transformers' registry of attentions.
 
     query [1, Hq, T, D], key and value [1, Hkv, T, D], cu_seq_lens_q int32 [n+1] -> ([1, T, Hq, D], None).
-    Raises Failed for what it does not implement: to pass over a soft cap or a sink gives wrong states in silence.
+    Raises Failed for what it does not implement: to pass over a soft cap or a sink gives wrong states silently.
     """
     wants = [k for k, v in other.items() if k not in HARMLESS and v is not None and v is not False and v != 0]
     if wants or attention_mask is not None or cu_seq_lens_q is None or not getattr(module, "is_causal", True):
-        raise Failed(f"{type(module).__name__} wants {', '.join(wants) or 'a mask of its own'} of its attention, "
-                     "which packed attention has not. Use --samples-per-forward 1")
+        what = ", ".join(wants) or "a mask of its own"
+        raise Failed(f"{type(module).__name__} wants {what} of its attention, which packed attention has not. "
+                     "Use --samples-per-forward 1")
     if query.is_cuda and query.dtype == torch.bfloat16:
         more = {"enable_gqa": True} if VARLEN_GQA else {}  # without the flag it takes fewer key heads, too
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -171,7 +174,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
 
 @torch.compiler.disable
 def attention_by_sequence(query, key, value, scaling, sliding_window):
-    """The same by torch's scaled_dot_product_attention, for what flash attention does not take: a CPU, and fp32."""
+    """The same by torch's scaled_dot_product_attention, where flash attention cannot: on a CPU, and in fp32."""
     out = []
     for a, b in bounds(PACKED.cpu):
         mask = None
@@ -199,13 +202,13 @@ def slow_kernels(config):
     """Why a model of this text configuration would run slowly on the GPU here; None where it would not."""
     linear = "linear_attention" in (getattr(config, "layer_types", None) or ())
     if torch.cuda.is_available() and linear and not fast_kernels():
-        return ("flash-linear-attention or Triton cannot be used here, and linear-attention layers would take the "
+        return ("flash-linear-attention or Triton cannot be used here: linear-attention layers would take the "
                 "slow torch path. Try `python -c 'import fla.ops.gated_delta_rule'`, or use --allow-slow")
     return None
 
 
 def packed_rule(plain, fast):
-    """Gated delta rule, q, k [1, T, Hk, Dk], v [1, T, Hv, Dv], g, beta [1, T, Hv] -> ([1, T, Hv, Dv], None)."""
+    """Gated delta rule: q, k [1, T, Hk, Dk], v [1, T, Hv, Dv], g, beta [1, T, Hv] -> [1, T, Hv, Dv], None."""
     @torch.compiler.disable
     def by_fla(q, k, v, g, beta, **more):  # it takes fewer key than value heads as they are
         return fast(q, k, v, g, beta, cu_seqlens=PACKED.cu, cu_seqlens_cpu=PACKED.cpu, **more)
@@ -228,8 +231,8 @@ def packed_rule(plain, fast):
 def packed_conv(plain, fast):
     """Causal depthwise convolution, x [1, D, T], weight [D, W] -> [1, D, T], summed in fp32.
 
-    packed_at [1, T] is each token's place in its own sequence: what lies before the sequence counts as zero. Plain
-    torch code, so that on a GPU the compiler joins it with the activation and with the split that follows.
+    packed_at [1, T] is each token's place in its own sequence: what lies before the sequence counts as zero.
+    Plain torch code, so that on a GPU the compiler joins it with the activation and with the split that follows.
     """
     def conv(x, weight, bias=None, activation=None, packed_at=None, **_):
         if packed_at is None:
@@ -241,7 +244,7 @@ def packed_conv(plain, fast):
             out = out + torch.where(at >= back, before, 0).float() * taps[-1 - back]
         out = out if bias is None else out + bias.float()
         if activation not in (None, "silu", "swish"):
-            raise Failed(f"the short convolution wants the activation {activation}: use --samples-per-forward 1")
+            raise Failed(f"the convolution wants the activation {activation}: use --samples-per-forward 1")
         return (F.silu(out) if activation else out).to(x.dtype).transpose(1, 2)
     return conv
 
@@ -249,7 +252,7 @@ def packed_conv(plain, fast):
 def swap_kernels(decoder):
     """Puts packed attention, delta rule and convolution into a decoder. Returns {kernel: implementation}.
 
-    The last two are module-level names in the file that defines the decoder: no model needs to be known by name.
+    The last two are module-level names in the file that defines the decoder: no model is known by name.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     ALL_ATTENTION_FUNCTIONS.register("packed", packed_attention)
@@ -300,8 +303,8 @@ def prepare(extractor):
     """Swaps the kernels of a loaded extract.Extractor, compiles, and proves the result. Returns a report.
 
     Isolation: with another first sequence the states of the others must not move. Truth: what a few sequences
-    give alone, through untouched transformers, they must give packed; comparing only our own two ways would be
-    blind to what both pass over. Sanity: finite, not constant. Raises Failed.
+    give alone, through untouched transformers, they must give packed; to compare only our own two ways would
+    be blind to what both pass over. Sanity: finite, not constant. Raises Failed.
     """
     x, config, rng = extractor, extractor.decoder.config, np.random.default_rng(0)
     window, most = getattr(config, "sliding_window", None) or 0, min(x.o.max_len, x.o.tokens // 4)
@@ -327,9 +330,9 @@ def prepare(extractor):
             limit = max(1e-4, 8 * eps * (layer + 1) ** 0.5)
             if not report["truth"][-1] <= limit or not report["isolation"] <= max(1e-4, 4 * eps):
                 raise Failed(
-                    f"packed states of {type(x.decoder).__name__} are wrong: isolation {report['isolation']:.1e}, layer "
-                    f"{layer} {report['truth'][-1]:.1e} from transformers alone, {limit:.1e} allowed. Some layer mixes "
-                    "the samples of a row. --samples-per-forward 1 is the slow way that needs no packing")
+                    f"packed states of {type(x.decoder).__name__} are wrong: isolation {report['isolation']:.1e}, "
+                    f"layer {layer} {report['truth'][-1]:.1e} from transformers alone, {limit:.1e} allowed. Some "
+                    "layer mixes the samples of a row. --samples-per-forward 1 is the slow way without packing")
     return report
 
 
@@ -370,7 +373,7 @@ def fills(tokens, max_len):
 
 
 def warm(o, work):
-    """Loads, compiles, proves, times. Returns the report. Raises Refused, Failed or Failed."""
+    """Loads, compiles, proves, times. Returns the report. Raises Refused or Failed."""
     import extract
     path = model_directory(o.model)
     config = text_config(path)
@@ -395,8 +398,8 @@ def warm(o, work):
     extractor = extract.Extractor(o, plan, extract.load_decoder(o, path))
     loaded = time.time()
     checks = prepare(extractor)
-    kept |= {"load_s": round(loaded - began, 2), "first_forward_s": round(time.time() - loaded, 2), "checks": checks,
-             "fills": {}}
+    kept |= {"load_s": round(loaded - began, 2), "first_forward_s": round(time.time() - loaded, 2),
+             "checks": checks, "fills": {}}
     for name, used in checks["kernels"].items():
         print(f"  {name:32} {used}")
     slot, rng = extract.Slot(plan, o.tokens, extractor.device), np.random.default_rng(0)
@@ -422,7 +425,7 @@ def main(argv=None):
 
     @dataclass
     class Options(extract.Options):
-        if_needed: bool = extract.opt(False, "do nothing where WORK/warmup.json has this model, shape and box")
+        if_needed: bool = extract.opt(False, "do nothing if WORK/warmup.json has this model, shape and box")
 
     o = extract.parse_options(argv, Options, __doc__)
     work = Path(o.work)

@@ -10,6 +10,7 @@ time with output_hidden_states, and the way this began (545 samples of 60 tokens
 sample); then peak memory, compilations after the first batch, and the error against an fp32 reference. Speeds count
 real tokens. The last line is one JSON object. tests/BENCH.md keeps what came out, with machine and date.
 """
+
 import argparse
 import inspect
 import json
@@ -33,18 +34,37 @@ import warmup
 
 LAYERS = [1, 16, 31, 46, 61]
 SHAPE = dict(  # Qwen3.6-27B's text decoder
-    vocab_size=248320, hidden_size=5120, intermediate_size=17408, num_attention_heads=24, num_key_value_heads=4,
-    head_dim=256, linear_num_key_heads=16, linear_num_value_heads=48, linear_key_head_dim=128,
-    linear_value_head_dim=128, linear_conv_kernel_dim=4, max_position_embeddings=262144, rms_norm_eps=1e-6,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
-                     "mrope_interleaved": True, "mrope_section": [11, 11, 10]})
+    vocab_size=248320,
+    hidden_size=5120,
+    intermediate_size=17408,
+    num_attention_heads=24,
+    num_key_value_heads=4,
+    head_dim=256,
+    linear_num_key_heads=16,
+    linear_num_value_heads=48,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_conv_kernel_dim=4,
+    max_position_embeddings=262144,
+    rms_norm_eps=1e-6,
+    rope_parameters={
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+    },
+)
 
 
 def decoder(layers, dtype=torch.bfloat16, **shape):
     """A random-weight Qwen3.5 text decoder, on the GPU where there is one."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as q
+
     kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)]
-    config = q.Qwen3_5TextConfig(**(SHAPE | shape), num_hidden_layers=layers, layer_types=kinds, use_cache=False)
+    config = q.Qwen3_5TextConfig(
+        **(SHAPE | shape), num_hidden_layers=layers, layer_types=kinds, use_cache=False
+    )
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
@@ -82,17 +102,30 @@ def timed(work, repeat=1):
 
 class Plan(SimpleNamespace):
     """As much of extract.Plan as a Slot, write_batch and its file need; batch b holds batches[b % len(batches)]."""
+
     states, layout = extract.Plan.states, extract.Plan.layout
 
     def __init__(self, batches, layers, hidden, dtype="bf16"):
-        super().__init__(layers=layers, final=False, dtype=dtype, hidden_size=hidden, fingerprint="bench",
-                         known={"convention": extract.CONVENTION, "fingerprint": "bench", "layers": layers},
-                         batches=batches, input_ids=0, loss_mask=1)
+        super().__init__(
+            layers=layers,
+            final=False,
+            dtype=dtype,
+            hidden_size=hidden,
+            fingerprint="bench",
+            known={"convention": extract.CONVENTION, "fingerprint": "bench", "layers": layers},
+            batches=batches,
+            input_ids=0,
+            loss_mask=1,
+        )
 
     def rows(self, b):
         lengths = np.array([len(ids) for ids in self.batches[b % len(self.batches)]])
         rows = np.zeros(len(lengths), extract.SAMPLE)
-        rows["length"], rows["start"], rows["row"] = lengths, np.cumsum(lengths) - lengths, np.arange(len(lengths))
+        rows["length"], rows["start"], rows["row"] = (
+            lengths,
+            np.cumsum(lengths) - lengths,
+            np.arange(len(lengths)),
+        )
         return rows
 
     @property
@@ -119,9 +152,14 @@ def pipeline(x, plan, o, batches, stage):
                 slot = slots.pop(0)
                 memory.append(psutil.Process().memory_info().rss)
                 x.batch(plan.gather(plan.input_ids, b), slot)
-                writing.append(writer.submit(extract.write_batch, o, plan, stage, gone, seen, threading.Event(), b, slot, []))
+                writing.append(
+                    writer.submit(
+                        extract.write_batch, o, plan, stage, gone, seen, threading.Event(), b, slot, []
+                    )
+                )
             while writing:
                 slots.append(writing.pop(0).result())
+
     seconds = timed(run)
     return seconds, memory[-1] - memory[min(3, len(memory) - 1)]
 
@@ -130,10 +168,12 @@ def compilations():
     """A counter of what dynamo and Triton compile from now on."""
     from torch._dynamo.utils import counters
     import triton
+
     seen = {"triton": 0, "dynamo": counters["stats"]["unique_graphs"]}
 
     def hook(*args, **kwargs):
         seen["triton"] += 1
+
     if hasattr(triton, "knobs"):
         triton.knobs.runtime.jit_post_compile_hook = hook
     return lambda: seen["triton"] + counters["stats"]["unique_graphs"] - seen["dynamo"]
@@ -142,12 +182,16 @@ def compilations():
 def gemm_floor(model, tokens):
     """(seconds, FLOP) of the layers' matrix products alone, one after the other as a forward has them, under load."""
     linears = [m for layer in model.layers for m in layer.modules() if isinstance(m, torch.nn.Linear)]
-    inputs = {m.in_features: torch.randn(tokens, m.in_features, device="cuda", dtype=torch.bfloat16) for m in linears}
+    inputs = {
+        m.in_features: torch.randn(tokens, m.in_features, device="cuda", dtype=torch.bfloat16)
+        for m in linears
+    }
     flop = sum(2 * tokens * m.in_features * m.out_features for m in linears)
 
     def run():
         for m in linears:
             m(inputs[m.in_features])
+
     with torch.no_grad():
         timed(run)
         return timed(run, 2), flop
@@ -156,12 +200,19 @@ def gemm_floor(model, tokens):
 def padded(model, ids, sink):
     """Eager transformers on one right-padded batch; hidden states of LAYERS as hooks see them go to sink."""
     longest = max(map(len, ids))
-    tokens, mask = torch.zeros(len(ids), longest, dtype=torch.long), torch.zeros(len(ids), longest, dtype=torch.long)
+    tokens, mask = (
+        torch.zeros(len(ids), longest, dtype=torch.long),
+        torch.zeros(len(ids), longest, dtype=torch.long),
+    )
     for i, x in enumerate(ids):
-        tokens[i, :len(x)], mask[i, :len(x)] = torch.from_numpy(x), 1
+        tokens[i, : len(x)], mask[i, : len(x)] = torch.from_numpy(x), 1
     hooks = [model.layers[l].register_forward_hook(lambda m, a, out: sink.append(out)) for l in LAYERS]
     with torch.no_grad():
-        model(input_ids=tokens.cuda(), attention_mask=mask.cuda() if int(mask.min()) == 0 else None, use_cache=False)
+        model(
+            input_ids=tokens.cuda(),
+            attention_mask=mask.cuda() if int(mask.min()) == 0 else None,
+            use_cache=False,
+        )
     for hook in hooks:
         hook.remove()
 
@@ -176,15 +227,22 @@ def eager_padded(model, samples, tokens):
     groups = groups[1::4]
     for ids in groups:  # FLA tunes itself for each shape
         padded(model, ids, [])
-    return sum(len(x) for ids in groups for x in ids) / timed(lambda: [padded(model, ids, []) for ids in groups])
+    return sum(len(x) for ids in groups for x in ids) / timed(
+        lambda: [padded(model, ids, []) for ids in groups]
+    )
 
 
 def one_at_a_time(model, samples):
     def run():
         with torch.no_grad():
             for ids in samples:
-                out = model(input_ids=torch.from_numpy(ids).long()[None].cuda(), output_hidden_states=True, use_cache=False)
+                out = model(
+                    input_ids=torch.from_numpy(ids).long()[None].cuda(),
+                    output_hidden_states=True,
+                    use_cache=False,
+                )
                 torch.cat([out.hidden_states[l + 1][0] for l in LAYERS], -1).cpu()
+
     run()
     return sum(map(len, samples)) / timed(run)
 
@@ -197,8 +255,12 @@ def per_sample_copies(model, ids, directory):
         states = []
         padded(model, ids, states)
         for i, x in enumerate(ids):
-            parts = [layer[i, :len(x)].cpu() for layer in states]
-            save_file({"hidden_states": torch.cat(parts, -1), "input_ids": torch.from_numpy(x)}, directory / f"{i}.safetensors")
+            parts = [layer[i, : len(x)].cpu() for layer in states]
+            save_file(
+                {"hidden_states": torch.cat(parts, -1), "input_ids": torch.from_numpy(x)},
+                directory / f"{i}.safetensors",
+            )
+
     run()
     return len(ids) / timed(run, 2)
 
@@ -229,7 +291,10 @@ def fidelity(o, layers=16, tokens=2048):
     warmup.swap_kernels(ours)
     warmup.compile_layers(ours)
     mine = warmup.captured(eager, ids, eager.fill)
-    return [{str(l): round(warmup.relative(a[i], truth[i]), 5) for i, l in enumerate(which)} for a in (mine, theirs)]
+    return [
+        {str(l): round(warmup.relative(a[i], truth[i]), 5) for i, l in enumerate(which)}
+        for a in (mine, theirs)
+    ]
 
 
 def ours(a, o, plan, model, batches, floor_s, flop, short):
@@ -244,30 +309,47 @@ def ours(a, o, plan, model, batches, floor_s, flop, short):
     count = compilations()
     forward = timed(lambda: [x.batch(batches[b % 8], slot) for b in range(a.batches)]) / a.batches
     rate = o.tokens / forward
-    print(f"ours, forward          {rate:9,.0f} tokens/s  {flop / forward / 1e12:.0f} TFLOP/s  "
-          f"{floor_s / forward:.3f} of the matrix products alone", flush=True)
+    print(
+        f"ours, forward          {rate:9,.0f} tokens/s  {flop / forward / 1e12:.0f} TFLOP/s  "
+        f"{floor_s / forward:.3f} of the matrix products alone",
+        flush=True,
+    )
     stage = extract.Stage(tempfile.mkdtemp(dir="/dev/shm"), "bench")
     piped, growth = pipeline(x, plan, o, a.batches, stage)
     piped /= a.batches
-    print(f"ours, pipeline         {o.tokens / piped:9,.0f} tokens/s  {forward / piped:.3f} of forward only", flush=True)
+    print(
+        f"ours, pipeline         {o.tokens / piped:9,.0f} tokens/s  {forward / piped:.3f} of forward only",
+        flush=True,
+    )
     short_plan = Plan([short], LAYERS, SHAPE["hidden_size"])
     ours_short = 545 * 6 / pipeline(x, short_plan, o, 6, stage)[0]
     print(f"ours, 545 x 60         {ours_short:9,.1f} samples/s of 60 tokens", flush=True)
     shutil.rmtree(stage.dir.parent)
     peak, compiled = torch.cuda.max_memory_allocated() / 1e9, count()
     print(f"peak GPU memory {peak:.1f} GB, {compiled} compilations after the first batch", flush=True)
-    return {"forward_tokens_per_s": round(rate), "tflops": round(flop / forward / 1e12, 1),
-            "gemm_floor_ratio": round(floor_s / forward, 4), "pipeline_tokens_per_s": round(o.tokens / piped),
-            "pipeline_over_forward": round(forward / piped, 4), "samples_per_s_of_60": round(ours_short, 1),
-            "first_batch_cold_s": round(cold, 2), "compiles_after_first": compiled, "peak_gpu_gb": round(peak, 2),
-            "host_rss_growth_gb": round(growth / 1e9, 3)}
+    return {
+        "forward_tokens_per_s": round(rate),
+        "tflops": round(flop / forward / 1e12, 1),
+        "gemm_floor_ratio": round(floor_s / forward, 4),
+        "pipeline_tokens_per_s": round(o.tokens / piped),
+        "pipeline_over_forward": round(forward / piped, 4),
+        "samples_per_s_of_60": round(ours_short, 1),
+        "first_batch_cold_s": round(cold, 2),
+        "compiles_after_first": compiled,
+        "peak_gpu_gb": round(peak, 2),
+        "host_rss_growth_gb": round(growth / 1e9, 3),
+    }
 
 
 def gpu(a):
     o = extract.Options(tokens=a.tokens, max_len=4096)
-    result = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-              "transformers": warmup.environment()["transformers"],
-              "tokens_per_batch": o.tokens, "batches": a.batches}
+    result = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "transformers": warmup.environment()["transformers"],
+        "tokens_per_batch": o.tokens,
+        "batches": a.batches,
+    }
     began = time.time()
     model = decoder(max(LAYERS) + 1)
     batches = mix(8, o.tokens, o.max_len, SHAPE["vocab_size"])
@@ -277,9 +359,14 @@ def gpu(a):
         return first_batch(o, plan, model)
     samples = [ids for batch in batches for ids in batch]
     floor_s, flop = gemm_floor(model, o.tokens)
-    print(f"matrix products alone  {o.tokens / floor_s:9,.0f} tokens/s  {flop / floor_s / 1e12:.0f} TFLOP/s", flush=True)
-    others = {"eager, padded": eager_padded(model, samples, o.tokens),
-              "one at a time": one_at_a_time(model, samples[:24])}
+    print(
+        f"matrix products alone  {o.tokens / floor_s:9,.0f} tokens/s  {flop / floor_s / 1e12:.0f} TFLOP/s",
+        flush=True,
+    )
+    others = {
+        "eager, padded": eager_padded(model, samples, o.tokens),
+        "one at a time": one_at_a_time(model, samples[:24]),
+    }
     short = mix(1, 545 * 60, 60, 1000)[0]
     short = [np.resize(short[0], 60) for _ in range(545)]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as d:
@@ -291,17 +378,31 @@ def gpu(a):
     result |= ours(a, o, plan, model, batches, floor_s, flop, short)
     del model
     torch.cuda.empty_cache()
-    child = subprocess.run([sys.executable, __file__, "--gpu", "--first-batch", "--tokens", str(a.tokens)], text=True,
-                           capture_output=True)
-    warm = json.loads(child.stdout.splitlines()[-1]) if child.returncode == 0 else {"first_batch_warm_s": None}
-    print(f"first batch, warm      {warm['first_batch_warm_s']} s {child.stderr[-300:] if child.returncode else ''}", flush=True)
+    child = subprocess.run(
+        [sys.executable, __file__, "--gpu", "--first-batch", "--tokens", str(a.tokens)],
+        text=True,
+        capture_output=True,
+    )
+    warm = (
+        json.loads(child.stdout.splitlines()[-1]) if child.returncode == 0 else {"first_batch_warm_s": None}
+    )
+    print(
+        f"first batch, warm      {warm['first_batch_warm_s']} s {child.stderr[-300:] if child.returncode else ''}",
+        flush=True,
+    )
     mine, theirs = fidelity(o)
     print("error against fp32 by layer, ours:", mine, "eager:", theirs, flush=True)
-    return result | warm | {
-        "vs_eager_padded": round(result["pipeline_tokens_per_s"] / others["eager, padded"], 3),
-        "vs_one_at_a_time": round(result["pipeline_tokens_per_s"] / others["one at a time"], 3),
-        "vs_per_sample_copies": round(result["samples_per_s_of_60"] / began_way, 3),
-        "fidelity_ours": mine, "fidelity_eager": theirs}
+    return (
+        result
+        | warm
+        | {
+            "vs_eager_padded": round(result["pipeline_tokens_per_s"] / others["eager, padded"], 3),
+            "vs_one_at_a_time": round(result["pipeline_tokens_per_s"] / others["one at a time"], 3),
+            "vs_per_sample_copies": round(result["samples_per_s_of_60"] / began_way, 3),
+            "fidelity_ours": mine,
+            "fidelity_eager": theirs,
+        }
+    )
 
 
 def first_batch(o, plan, model):
@@ -319,19 +420,41 @@ def first_batch(o, plan, model):
 def cpu(a):
     """The tiny shape: stages of a batch, host copies and writes, planning."""
     import tiny
-    tokens, small = 4096, dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
-                               head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32,
-                               linear_value_head_dim=32, vocab_size=640, rope_parameters={
-                                   "rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25,
-                                   "mrope_interleaved": True, "mrope_section": [2, 1, 1]})
+
+    tokens, small = (
+        4096,
+        dict(
+            hidden_size=64,
+            intermediate_size=128,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=32,
+            linear_value_head_dim=32,
+            vocab_size=640,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "partial_rotary_factor": 0.25,
+                "mrope_interleaved": True,
+                "mrope_section": [2, 1, 1],
+            },
+        ),
+    )
     o, batches = extract.Options(tokens=tokens, max_len=1024), mix(4, tokens, 1024, 640)
     model, layers = decoder(8, torch.float32, **small), [1, 2, 3, 4, 5]
     plan = Plan(batches, layers, 64, "fp32")
     alone_ids = [ids for ids in batches[0]]
     with torch.no_grad():
+
         def alone():
             for ids in alone_ids:
-                model(input_ids=torch.from_numpy(ids).long()[None], output_hidden_states=True, use_cache=False)
+                model(
+                    input_ids=torch.from_numpy(ids).long()[None], output_hidden_states=True, use_cache=False
+                )
+
         alone_s = timed(alone)
     x = extract.Extractor(o, plan, model)
     warmup.swap_kernels(model)
@@ -358,18 +481,28 @@ def cpu(a):
         encoder.encode(lines[0])
         planning = len(lines) / timed(lambda: [encoder.encode(line) for line in lines])
     size = big.host["hidden_states"].nbytes
-    result = {"cpu": os.cpu_count(), "torch": torch.__version__, "forward_tokens_per_s": round(tokens / forward),
-              "vs_one_at_a_time": round(alone_s / forward, 3), "pipeline_over_forward": round(forward / piped, 3),
-              "write_gb_per_s": round(size / write / 1e9, 2), "write_over_copy": round(copy / write, 3),
-              "plan_samples_per_s_per_process": round(planning)}
+    result = {
+        "cpu": os.cpu_count(),
+        "torch": torch.__version__,
+        "forward_tokens_per_s": round(tokens / forward),
+        "vs_one_at_a_time": round(alone_s / forward, 3),
+        "pipeline_over_forward": round(forward / piped, 3),
+        "write_gb_per_s": round(size / write / 1e9, 2),
+        "write_over_copy": round(copy / write, 3),
+        "plan_samples_per_s_per_process": round(planning),
+    }
     for name, value in result.items():
         print(f"{name:34} {value}")
     return result
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", action="store_true", help="the 27B shape on one GPU; else a tiny one on the CPU")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--gpu", action="store_true", help="the 27B shape on one GPU; else a tiny one on the CPU"
+    )
     parser.add_argument("--tokens", type=int, default=32768, help="tokens a batch (default: 32768)")
     parser.add_argument("--batches", type=int, default=20, help="batches that are timed (default: 20)")
     parser.add_argument("--first-batch", action="store_true", help="only the first batch of a fresh process")

@@ -1,7 +1,8 @@
 """The harness through the front door: real make, real shards, a real S3 server.
 
-    python -m pytest -q tests/test_make.py
+python -m pytest -q tests/test_make.py
 """
+
 import json
 import os
 import shutil
@@ -22,8 +23,14 @@ SMALL = ["TOKENS=1024", "MAX_LEN=300", "ARGS=--compute-dtype fp32 --dtype fp32"]
 def make(*words, env=None, timeout=240):
     """make in the repository, with the Python that runs the tests."""
     environment = {**(env or os.environ), "OMP_NUM_THREADS": "1", "MAKEFLAGS": ""}
-    return subprocess.run(["make", "--no-print-directory", f"PY={sys.executable}", *map(str, words)], cwd=ROOT,
-                          env=environment, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        ["make", "--no-print-directory", f"PY={sys.executable}", *map(str, words)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +49,14 @@ def knobs_of(inputs, d):
     stage = Path(f"/dev/shm/test-make-{os.getpid()}-{d.name}")
     (d / "w").mkdir(exist_ok=True)
     shutil.copy(inputs / "w/warmup.json", d / "w")
-    knobs = {"MODEL": inputs / "model", "DATA": inputs / "chat.jsonl", "OUT": d / "out", "WORK": d / "w", "STAGE": stage,
-             "GPUS": 2}
+    knobs = {
+        "MODEL": inputs / "model",
+        "DATA": inputs / "chat.jsonl",
+        "OUT": d / "out",
+        "WORK": d / "w",
+        "STAGE": stage,
+        "GPUS": 2,
+    }
     return stage, [f"{k}={v}" for k, v in knobs.items()] + SMALL
 
 
@@ -69,7 +82,11 @@ def slow_run(inputs, d):
     stage, knobs = knobs_of(inputs, d)
     with S3Server(d / "s3") as server:
         server.make_bucket("b")
-        knobs = [k for k in knobs if not k.startswith("OUT=")] + ["OUT=s3://b/run", "UPLOADS=1", "UPLOAD_MBPS=0.3"]
+        knobs = [k for k in knobs if not k.startswith("OUT=")] + [
+            "OUT=s3://b/run",
+            "UPLOADS=1",
+            "UPLOAD_MBPS=0.3",
+        ]
         yield knobs, server.environ(), d / "w"
         make("stop", f"WORK={d / 'w'}")
     shutil.rmtree(stage, ignore_errors=True)
@@ -89,16 +106,24 @@ def under_way(inputs, tmp_path_factory):
 
 def begin(knobs, env, work):
     """make extract in the background, until both shards are past planning and one batch is marked."""
-    p = subprocess.Popen(["make", "--no-print-directory", f"PY={sys.executable}", "extract", *knobs], cwd=ROOT,
-                         env={**env, "OMP_NUM_THREADS": "1", "MAKEFLAGS": ""}, stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, text=True, start_new_session=True,
-                         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    p = subprocess.Popen(
+        ["make", "--no-print-directory", f"PY={sys.executable}", "extract", *knobs],
+        cwd=ROOT,
+        env={**env, "OMP_NUM_THREADS": "1", "MAKEFLAGS": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.time() + 120
     while time.time() < deadline and p.poll() is None:
         if list(work.glob("markers/.done_*")) and len(list(work.glob("progress_shard_*.json"))) == 2:
             return p
         time.sleep(0.1)
-    raise AssertionError(f"no marker in {work}: {p.communicate(timeout=5)[0] if p.poll() is not None else 'waiting'}")
+    raise AssertionError(
+        f"no marker in {work}: {p.communicate(timeout=5)[0] if p.poll() is not None else 'waiting'}"
+    )
 
 
 def shards(work):
