@@ -133,8 +133,6 @@ def check_options(o):
     for name in ("model", "data", "out"):
         if not getattr(o, name):
             raise Refused(f"--{name} ({name.upper()}= for make) is missing. `make help` explains")
-    if not Path(o.data).exists():
-        raise Refused(f"--data {o.data}: no such file or directory. Give JSONL, or a directory of *.jsonl")
     if o.max_len > o.tokens:
         raise Refused(f"--max-len {o.max_len} is above --tokens {o.tokens}: a sample must fit into a batch")
     if 0 < o.forward_tokens < o.max_len:
@@ -819,6 +817,8 @@ class Uploads:
 def run(o, work, progress, stop):
     """One shard, from the plan to its last marker. Raises Refused, Failed or Stopped."""
     check_options(o)
+    if not Path(o.data).exists():
+        raise Refused(f"--data {o.data}: no such file or directory. Give JSONL, or a directory of *.jsonl")
     path, abort = warmup.model_directory(o.model), threading.Event()
     try:
         aws_config = work / "aws" / ("plan.config" if o.plan_only else f"shard_{o.shard}.config")
