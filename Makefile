@@ -85,9 +85,12 @@ extract: $(VENV)  ## run GPUS shards in the background and follow them; Ctrl-C l
 	if [ -n "$$(running)" ] || ! flock -n 9; then  # the lock is held from here until the shards are there
 	  echo "a run of $(WORK) is under way or being started (pids $$(running)): make status, make stop"; exit 2
 	fi
-	if [ -n "$${CUDA_VISIBLE_DEVICES-}" ]; then IFS=, read -ra devices <<<"$$CUDA_VISIBLE_DEVICES"
-	else devices=($$(nvidia-smi -L 2>/dev/null | sed -n 's/^GPU \([0-9]*\):.*/\1/p' || true)); fi
-	if [ -n "$${CUDA_VISIBLE_DEVICES-x}" ] && (( $${#devices[@]} && $${#devices[@]} < $(GPUS) )); then
+	visible="$${CUDA_VISIBLE_DEVICES-$$(nvidia-smi -L 2>/dev/null | sed -n 's/^GPU \([0-9]*\):.*/\1/p' || true)}"
+	if [ -z "$${CUDA_VISIBLE_DEVICES+set}" ] && [ -z "$$visible" ]; then  # no nvidia-smi: torch may know
+	  visible=$$($(PY) -c 'import torch; print(*range(torch.cuda.device_count()))')
+	fi
+	read -ra devices <<<"$$(tr ',\n' '  ' <<<"$$visible")"
+	if (( $${#devices[@]} && $${#devices[@]} < $(GPUS) )); then
 	  echo "GPUS=$(GPUS), but only $${#devices[@]} to see ($${devices[*]}): use GPUS=$${#devices[@]}"; exit 2
 	fi
 	CUDA_VISIBLE_DEVICES= $(PY) extract.py $(FLAGS) $(ARGS) --plan-only
@@ -102,7 +105,10 @@ extract: $(VENV)  ## run GPUS shards in the background and follow them; Ctrl-C l
 	  echo $$! >'$(WORK)'/pids/shard_$$i.pid
 	done
 	exec 9>&-
-	$(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)' --follow --num-shards $(GPUS)
+	code=0
+	$(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)' --follow --num-shards $(GPUS) || code=$$?
+	until (( code == 130 )) || [ -z "$$(running)" ]; do sleep 0.2; done  # their last words are out; they leave
+	exit $$code
 
 status:  ## a row a shard, the box, one ETA
 	@$(RUNNING)

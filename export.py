@@ -40,6 +40,8 @@ def open_output(out, config=None, abort=None, mbps=0.0):
     that ends transfers under way; mbps: limit of one upload, in megabytes per second, 0 for none. Raises
     OutputError.
     """
+    if re.match(r"[A-Za-z][\w+.-]*:/", out) and not re.match("s3://[^/]", out):
+        raise OutputError("it is neither s3://bucket/prefix nor a local directory")
     return S3(out, config, abort or threading.Event(), mbps) if out.startswith("s3://") else Local(out)
 
 

@@ -50,7 +50,7 @@ import monitor
 import warmup
 from export import KEY, OutputError, open_output
 from monitor import read_json, write_atomic
-from warmup import Failed, Refused, compact, first_line, sha
+from warmup import Failed, Refused, compact, first_line, say, sha, stamp
 
 CONVENTION = "id L = output of decoder layer L, 0-based = transformers hidden_states[L+1]"
 ASSUMED_RATE = 12_180  # tokens/s of Qwen3.6-27B, layers up to 61, on one H200 (tests/BENCH.md)
@@ -81,7 +81,7 @@ class Options:
     min_len: int = opt(1, "skip samples of fewer tokens", 1, 1 << 20)
     min_supervised: int = opt(1, "skip samples with fewer supervised tokens", 0, 1 << 20)
     template_args: str = opt("{}", "more arguments for the chat template, a JSON object")
-    plan_workers: int = opt(0, "processes that tokenize; 0: one a core, 16 at most", 0, 512)
+    plan_workers: int = opt(0, "processes that tokenize; 0: one a core, 8 at most", 0, 512)
     plan_only: bool = opt(False, "plan, print the estimate and stop; nothing is written to OUT")
     uploads: int = opt(2, "`aws s3 cp` processes at a time", 1, 16)
     upload_mbps: float = opt(0.0, "megabytes per second of all uploads together; 0: no limit", 0, 1e6)
@@ -117,12 +117,9 @@ def own_shard(o):
                          ("JOB_COMPLETION_INDEX", ""), ("RANK", "WORLD_SIZE")):
         if o.shard == "auto" and env(index):
             o.shard, o.num_shards = env(index), env(count) or o.num_shards
-    if not str(o.num_shards).isdecimal():
-        raise Refused(f"--shard auto: {o.num_shards} is no number of shards")
-    o.num_shards = int(o.num_shards)
-    if not o.shard.isdecimal() or int(o.shard) >= o.num_shards:
-        raise Refused(f"--shard {o.shard}: 0 to {o.num_shards - 1}, or auto where a scheduler's variables are set")
-    o.shard = int(o.shard)
+    if not (o.shard.isdecimal() and str(o.num_shards).isdecimal() and int(o.shard) < int(o.num_shards)):
+        raise Refused(f"--shard {o.shard} of {o.num_shards}: give one below it, or auto under a scheduler")
+    o.shard, o.num_shards = int(o.shard), int(o.num_shards)
 
 def check_options(o):
     """What argparse cannot tell. Raises Refused."""
@@ -147,9 +144,6 @@ def check_options(o):
         raise Refused(f"torch {torch.__version__} sees no GPU under CUDA_VISIBLE_DEVICES={visible}. Look at "
                       "nvidia-smi; empty, it means the CPU")
 
-def say(text):
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
-
 # ------------------------------------------------------------------------------ data: chat to tokens and mask
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "user": "user", "assistant": "assistant",
          "system": "system", "tool": "tool"}  # ShareGPT's `from`
@@ -163,7 +157,7 @@ def as_text(content):
     parts = content if isinstance(content, list) else [{"text": "" if content is None else content}]
     for part in parts:
         text = isinstance(part, dict) and part.get("type", "text") == "text" and part.get("text")
-        if not isinstance(text, str):
+        if not isinstance(text, str) or {"image", "image_url", "video"}.intersection(part):
             raise Skip("unsupported_content", f"content that is not text: {compact(part)[:80]}")
     return "".join(part["text"] for part in parts)
 
@@ -298,20 +292,21 @@ class Encoder:
         """bytes -> (id or None, ids int32 [n], mask uint8 [n], lost turns); or Skip(reason, detail, id)"""
         name, o = None, self.o
         try:
-            record = json.loads(line)
+            record = dict(json.loads(line))
             names = [record.get(key) for key in ("id", "conversation_id", "uuid")]
             name = next((str(n) for n in names if n is not None), None)
             (name or "").encode()  # an id with a lone surrogate fits into no index
-            if "input_ids" not in record and not self.tokenizer:
+            chat = record.get("input_ids") is None
+            if chat and not self.tokenizer:
                 self.load()
-            ids, mask, lost = (self.pretokenized if "input_ids" in record else self.chat)(record)
+            ids, mask, lost = (self.chat if chat else self.pretokenized)(record)
             n, ids, mask = len(ids), np.array(ids[:o.max_len], np.int64), np.array(mask[:o.max_len], np.uint8)
             low, high = (ids.min(), ids.max()) if n else (0, 0)
             for wrong, reason, detail in (
                     (n > o.max_len and o.overlong == "skip", "too_long", f"{n} tokens"),
                     (n < o.min_len, "too_short", f"{n} tokens"),
                     (low < 0 or high >= self.vocab_size, "id_out_of_range", f"{low} to {high}"),
-                    (mask.sum() < o.min_supervised, "nothing_supervised", f"{mask.sum()} tokens; {lost} turns lost")):
+                    (mask.sum() < o.min_supervised, "nothing_supervised", f"{mask.sum()}, {lost} turns lost")):
                 if wrong:
                     raise Skip(reason, detail)
             return name, ids.astype(np.int32), mask, lost
@@ -423,7 +418,7 @@ def tokenize(o, path, vocab_size, files, directory):
     """The data -> tokens.bin, loss_mask.bin, skipped.jsonl; returns (SAMPLE [n], ids, counts)."""
     from tqdm import tqdm
     samples, names, skipped, lost, offset, pending = [], [], Counter(), 0, 0, deque()
-    workers, lines = o.plan_workers or min(16, os.cpu_count()), read_lines(files)
+    workers, lines = o.plan_workers or min(8, os.cpu_count()), read_lines(files)
     encoder = o, path, vocab_size
     start_encoder(*encoder)
     pool, spawn = None, multiprocessing.get_context("spawn")
@@ -495,7 +490,7 @@ def get_plan(o, work, path, output):
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it however this process ends
         there = output.read_json("manifest.json")
         old = read_json(directory / "plan.json") or {}
-        old, begun = old if old.get("whole") else {}, any((work / "markers").glob(".done_*"))
+        old, begun = old if old.get("whole") else {}, bool(marked(work))
         data = old["data"] if old.get("inputs") == inputs else sha(*map(warmup.file_hash, files))
         now = determined_by(o, path, data, layers, final)
         known = now | {"fingerprint": sha(compact(now)), "model": o.model, "hidden_size": config.hidden_size,
@@ -506,6 +501,8 @@ def get_plan(o, work, path, output):
                 raise Refused(f"{place} holds another run. What differs: {what}. Use another OUT and WORK")
         if begun and old.get("out") != str(output):
             raise Refused(f"the markers in WORK {work} are of OUT {old.get('out')}: use another for {output}")
+        if begun and not there and not o.plan_only:
+            raise Refused(f"WORK {work} has markers, but OUT {output} is empty: fill it with another WORK")
         current = old.get("fingerprint") == known["fingerprint"] and old["out"] == str(output)
         plan = Plan(directory) if current else make_plan(o, path, config.vocab_size, files, directory, known)
         if plan.inputs != inputs:  # equal data under new dates: next time it need not be read to know
@@ -535,8 +532,8 @@ def print_estimate(o, plan, work, stage):
         f"{c['bytes'] / 1e9:,.2f} GB ({c['bytes'] / c['tokens']:,.0f} bytes a token) into {plan.out}")
     say(f"{stage.capacity() / 1e9:,.2f} GB of room in {o.stage}, up to {c['largest'] / 1e9:.3f} GB a batch")
     whence = "as warm-up measured" if measured else "assumed, Qwen3.6-27B on one H200; `make warmup` measures"
-    hours = c["tokens"] / rate / o.num_shards / 3600
-    say(f"{hours:,.2f} hours with {o.num_shards} shards, at {rate:,.0f} tokens/s each ({whence})")
+    say(f"{c['tokens'] / rate / o.num_shards / 3600:,.2f} hours with {o.num_shards} shards, at {rate:,.0f} "
+        f"tokens/s each ({whence})")
 
 # ------------------------------------------------------------------------------------------ model and forward
 class Slot:
@@ -570,7 +567,7 @@ def load_decoder(o, path):
     import transformers
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    how = {"dtype": KINDS[o.compute_dtype][1], "attn_implementation": "sdpa", "output_loading_info": True}
+    how = {"dtype": KINDS[o.compute_dtype][1], "output_loading_info": True}
     if torch.cuda.is_available():
         how["device_map"] = {"": 0}  # straight there, with no second copy of the weights on the host
     autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
@@ -579,6 +576,8 @@ def load_decoder(o, path):
     model, info = auto.from_pretrained(path, **how)
     if info["missing_keys"]:
         raise Failed(f"{path} lacks weights of its model: {sorted(info['missing_keys'])[:3]} …")
+    if not isinstance(getattr(model.get_decoder(), "layers", None), torch.nn.ModuleList):
+        raise Failed(f"{type(model.get_decoder()).__name__} has no list of layers to take hidden states from")
     return model.get_decoder()
 
 class Extractor:
@@ -711,8 +710,8 @@ def write_batch(o, plan, stage, uploads, progress, stop, batch, slot, too_large)
     wrong = np.flatnonzero((~np.isfinite(least) | ~np.isfinite(greatest) | (least == greatest)).any(1))
     bad = set(np.searchsorted(rows["start"], wrong, "right") - 1) - set(too_large)
     if bad and not o.skip_bad:
-        raise Failed(f"batch {batch}: states of sample {rows['row'][min(bad)]} (a row of the data) hold NaN, Inf "
-                     "or are constant; the batch was not written. --skip-bad passes over such samples")
+        raise Failed(f"batch {batch}: states of sample {rows['row'][min(bad)]} (row of the data) hold NaN, "
+                     "Inf or are constant; the batch was not written. --skip-bad passes over such samples")
     why = {i: "bad numbers" for i in bad} | {i: "too large for GPU memory" for i in too_large}
     for i in why:
         for name in [*plan.states(), "loss_mask"]:
@@ -729,7 +728,7 @@ def write_batch(o, plan, stage, uploads, progress, stop, batch, slot, too_large)
             raise Failed(f"{stage.dir} is full and uploads fail: {uploads.last_error}")
     progress.wait_for_room(False)
     if why:  # beside the file, so that a start that finds it staged knows them, too
-        write_atomic(path.with_suffix(".json"), compact({int(rows["row"][i]): reason for i, reason in why.items()}))
+        write_atomic(path.with_suffix(".json"), compact({int(rows["row"][i]): why[i] for i in why}))
     with f:  # RESUME CONTRACT: .tmp, then rename; nothing touches a file that has its final name
         for part in (header, *(raw(arrays[name]) for name in names)):
             for i in range(0, len(part), 1 << 24):
@@ -740,10 +739,6 @@ def write_batch(o, plan, stage, uploads, progress, stop, batch, slot, too_large)
     return slot
 
 # ----------------------------------------------------------------------------------------------------- upload
-def stamp(path):
-    stat = path.stat()
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
-
 class Uploads:
     """At most --uploads transfers at a time; each ends in a marker, or its file waits for the next start."""
 
@@ -798,7 +793,8 @@ class Uploads:
         # RESUME CONTRACT: the object was seen with its planned size: now the marker, and then the file may go
         write_atomic(self.work / "markers" / f".done_{batch:06d}", compact(
             {"batch": batch, "key": KEY.format(batch), "bytes": size, "crc32": crc,
-             "excluded": read_json(path.with_suffix(".json")) or {}, "samples": len(self.plan.rows(batch)), "tokens": int(self.plan.batch_tokens[batch])}))
+             "excluded": read_json(path.with_suffix(".json")) or {}, "samples": len(self.plan.rows(batch)),
+             "tokens": int(self.plan.batch_tokens[batch])}))
         self.progress.marked(batch)
         for file in (path, path.with_suffix(".json")):
             file.unlink(missing_ok=True)
@@ -814,6 +810,10 @@ class Uploads:
         self.pool.shutdown(cancel_futures=True)
 
 # ------------------------------------------------------------------------------------------------------- main
+def marked(work):  # {batch: its marker's path}
+    found = ((re.fullmatch(r"\.done_(\d{6,})", f.name), f) for f in (work / "markers").iterdir())
+    return {int(match[1]): f for match, f in found if match}
+
 def run(o, work, progress, stop):
     """One shard, from the plan to its last marker. Raises Refused, Failed or Stopped."""
     check_options(o)
@@ -843,7 +843,7 @@ def run(o, work, progress, stop):
     try:
         # RESUME CONTRACT: torn files of ours go, whole ones without marker are uploaded, the rest is computed
         output.clean({KEY.format(batch) for batch in mine})
-        done, todo = {int(f.name[6:]) for f in (work / "markers").glob(".done_*")}, []
+        done, todo = marked(work), []
         for batch in mine:
             file = stage.dir / Path(KEY.format(batch)).name
             file.with_suffix(".tmp").unlink(missing_ok=True)
@@ -854,7 +854,7 @@ def run(o, work, progress, stop):
                 uploads.add(batch, file)
             else:
                 todo.append(batch)
-        before = len(done.intersection(mine))
+        before = len(done.keys() & set(mine))
         say(f"shard {o.shard} of {o.num_shards}: {len(mine)} batches; {before} were done, "
             f"{len(mine) - len(todo) - before} staged, {len(todo)} are to be computed")
 
@@ -889,20 +889,20 @@ def run(o, work, progress, stop):
         stop.set()
         raise
     finally:
-        uploads.drain(stop)
         writer.shutdown(cancel_futures=True)
+        uploads.drain(stop)
 
     if uploads.fatal or uploads.failed:
-        raise Failed(f"{uploads.failed or 'all further'} uploads failed: {uploads.last_error}. What is left waits "
-                     f"in {stage.dir}; when the cause is mended, the same command goes on")
+        raise Failed(f"{uploads.failed or 'all further'} uploads failed: {uploads.last_error}. What is left "
+                     f"waits in {stage.dir}; when the cause is mended, the same command goes on")
     if progress.now["batch"] < len(mine):
         raise Stopped(f"with {progress.now['batch']} of {len(mine)} batches done; the same command goes on")
-    markers = list((work / "markers").glob(".done_*"))
-    if len(markers) == plan.counts["batches"]:  # whoever comes last; twice is harmless
-        excluded = dict(item for f in markers for item in (read_json(f) or {}).get("excluded", {}).items())
+    if marked(work).keys() >= set(range(plan.counts["batches"])):  # whoever comes last; twice is harmless
+        excluded = [(read_json(f) or {}).get("excluded", {}).items() for f in marked(work).values()]
+        excluded = dict(item for items in excluded for item in items)
         output.write("manifest.json", manifest(plan, excluded, complete=True))
         shutil.rmtree(stage.dir, ignore_errors=True)
-        say(f"all {len(markers)} batches are in {output}; its manifest.json says complete")
+        say(f"all {plan.counts['batches']} batches are in {output}; its manifest.json says complete")
 
 def main(argv=None):
     o, progress, code, error, stop = parse_options(argv), None, 0, None, threading.Event()

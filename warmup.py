@@ -63,6 +63,16 @@ def file_hash(path):
         return hashlib.file_digest(f, "sha256").digest()
 
 
+def stamp(path):
+    """What tells that a file was touched: inode, bytes, nanoseconds."""
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def say(text):
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
 def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
@@ -158,7 +168,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     query [1, Hq, T, D], key and value [1, Hkv, T, D], cu_seq_lens_q int32 [n+1] -> ([1, T, Hq, D], None).
     Raises Failed for what it does not implement: to pass over a soft cap or a sink gives wrong states silently.
     """
-    wants = [k for k, v in other.items() if k not in HARMLESS and v is not None and v is not False and v != 0]
+    wants = [k for k, v in other.items() if k not in HARMLESS and (torch.is_tensor(v) or v not in (None, False, 0))]
     if wants or attention_mask is not None or cu_seq_lens_q is None or not getattr(module, "is_causal", True):
         what = ", ".join(wants) or "a mask of its own"
         raise Failed(f"{type(module).__name__} wants {what} of its attention, which packed attention has not. "
@@ -385,7 +395,7 @@ def warm(o, work):
     kept["fingerprint"] = sha(compact({k: v for k, v in kept.items() if k != "model"}))
     before = read_json(work / "warmup.json") or {}
     if o.if_needed and before.get("fingerprint") == kept["fingerprint"]:
-        extract.say(f"warm already, see {work / 'warmup.json'}")
+        say(f"warm already, see {work / 'warmup.json'}")
         return before
     for name, value in kept["environment"].items():
         print(f"  {name:24} {value}")
