@@ -33,6 +33,18 @@ class OutputError(Exception):
         return bool(self.PERMANENT.search(str(self)))
 
 
+CHILDREN = set()  # process groups of the aws commands under way
+
+
+def kill_children():
+    """Ends every aws command at once; what it was uploading stays where it was."""
+    for group in list(CHILDREN):
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
 def open_output(out, config=None, abort=None, mbps=0.0):
     """OUT -> its Local or S3.
 
@@ -130,17 +142,22 @@ class S3(Local):
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             p = subprocess.Popen(command, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
                                  process_group=0)
+            CHILDREN.add(p.pid)
             end, how = time.monotonic() + deadline, None
-            while p.poll() is None and not how:
-                time.sleep(0.05)
-                late = time.monotonic() > end
-                how = "stopped" if self.abort.is_set() else f"ended after {deadline:.0f} s" if late else None
-            if how:
-                os.killpg(p.pid, signal.SIGINT)  # aws takes its multipart upload back
-                try:
-                    p.wait(10)
-                except subprocess.TimeoutExpired:
+            try:
+                while p.poll() is None and not how:
+                    time.sleep(0.05)
+                    how = f"ended after {deadline:.0f} s" if time.monotonic() > end else None
+                    how = "stopped" if self.abort.is_set() else how
+                if how and p.poll() is None:
+                    os.killpg(p.pid, signal.SIGINT)  # aws takes its multipart upload back
+                    p.wait(6)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:  # also when a request to stop comes up here
+                if p.poll() is None:
                     os.killpg(p.pid, signal.SIGKILL)
+                CHILDREN.discard(p.pid)
             if p.wait() or how:
                 err.seek(max(0, err.seek(0, os.SEEK_END) - 2000))
                 words = " ".join(err.read().decode(errors="replace").split())

@@ -20,7 +20,6 @@ order matters. Exit codes: 0 every batch of the shard is in OUT and marked; 1 fa
 model was loaded; 3 stopped on request, resumable. Elsewhere: the packed kernels and their proof in warmup.py,
 the way to OUT in export.py, progress and the room that is left in monitor.py.
 """
-import argparse
 import errno
 import fcntl
 import json
@@ -38,7 +37,7 @@ import zlib
 from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -48,9 +47,9 @@ import torch
 
 import monitor
 import warmup
-from export import KEY, OutputError, open_output
+from export import KEY, OutputError, kill_children, open_output
 from monitor import read_json, write_atomic
-from warmup import Failed, Refused, compact, first_line, say, sha, stamp
+from warmup import Failed, Refused, compact, first_line, flag, opt, parse_options, say, sha, stamp
 
 CONVENTION = "id L = output of decoder layer L, 0-based = transformers hidden_states[L+1]"
 ASSUMED_RATE = 12_180  # tokens/s of Qwen3.6-27B, layers up to 61, on one H200 (tests/BENCH.md)
@@ -58,9 +57,6 @@ KINDS = {"bf16": ("BF16", torch.bfloat16), "fp32": ("F32", torch.float32),
          "fp8": ("F8_E4M3", torch.float8_e4m3fn)}  # --dtype: safetensors' name, torch's
 
 # ---------------------------------------------------------------------------------------------------- options
-def opt(default, help, low=None, high=None, choices=None):
-    return field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices})
-
 @dataclass
 class Options:
     """Every flag; its default is the field's, and a number outside of its range is refused."""
@@ -95,20 +91,6 @@ class Options:
 
 class Stopped(BaseException):  # not an Exception: nothing on its way may take it for a failure of its own
     code = 3
-
-def flag(name):
-    return "--" + name.replace("_", "-")
-
-def parse_options(argv=None, cls=Options, doc=__doc__):
-    """Command line -> cls; argparse ends the process with 2 on a bad flag."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"refused: {message}; --help describes every flag\n")
-    for f in fields(cls):
-        more = {"type": f.type, "choices": f.metadata["choices"]}
-        more = {"action": "store_true"} if f.type is bool else more
-        shown = f" (default: {f.default})" if f.default not in ("", False) else ""
-        parser.add_argument(flag(f.name), default=f.default, help=f.metadata["help"] + shown, **more)
-    return cls(**vars(parser.parse_args(argv)))
 
 def own_shard(o):
     """Makes o.shard a number. Raises Refused."""
@@ -306,7 +288,7 @@ class Encoder:
                     (n > o.max_len and o.overlong == "skip", "too_long", f"{n} tokens"),
                     (n < o.min_len, "too_short", f"{n} tokens"),
                     (low < 0 or high >= self.vocab_size, "id_out_of_range", f"{low} to {high}"),
-                    (mask.sum() < o.min_supervised, "nothing_supervised", f"{mask.sum()}, {lost} turns lost")):
+                    (mask.sum() < o.min_supervised, "nothing_supervised", f"{lost} turns lost")):
                 if wrong:
                     raise Skip(reason, detail)
             return name, ids.astype(np.int32), mask, lost
@@ -486,6 +468,7 @@ def get_plan(o, work, path, output):
         raise Refused(f"--data {o.data}: no line of *.jsonl data in it")
     layers, final = warmup.layer_ids(o.layers, config.num_hidden_layers), o.final or o.layers == "eagle3"
     inputs = [[f.name, *stamp(f)] for f in files]
+    in_use = open(directory / ".in_use", "a")  # shared by every running shard: its plan is mapped into memory
     with open(directory / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it however this process ends
         there = output.read_json("manifest.json")
@@ -504,7 +487,13 @@ def get_plan(o, work, path, output):
         if begun and not there and not o.plan_only:
             raise Refused(f"WORK {work} has markers, but OUT {output} is empty: fill it with another WORK")
         current = old.get("fingerprint") == known["fingerprint"] and old["out"] == str(output)
+        try:
+            fcntl.flock(in_use, fcntl.LOCK_SH if current else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(f"a shard of WORK {work} runs with another plan: use another WORK") from None
         plan = Plan(directory) if current else make_plan(o, path, config.vocab_size, files, directory, known)
+        fcntl.flock(in_use, fcntl.LOCK_SH)
+        plan.in_use = in_use
         if plan.inputs != inputs:  # equal data under new dates: next time it need not be read to know
             write_atomic(directory / "plan.json", json.dumps(plan.known | {"inputs": inputs}, indent=1))
         if not there and not o.plan_only:  # which also proves that OUT takes files, before any GPU is touched
@@ -672,12 +661,13 @@ class Stage:
                 raise Refused(f"another WORK runs the same through {self.dir}: use another --stage") from None
 
     def capacity(self):
-        return monitor.room(self.dir.parent)[1] + sum(f.stat().st_size for f in self.dir.glob("batch_*"))
+        return monitor.room(self.dir.parent)[1] + sum(map(warmup.size_of, self.dir.glob("batch_*")))
 
     def reserve(self, path, size):
         """An open file of `size` allocated bytes, or None while there is no room."""
         used, left = monitor.room(self.dir.parent)
-        self.closed = used >= (0.7 if self.closed else 0.8) * (used + left)
+        ours = any(self.dir.glob("batch_*"))  # without any, waiting for 70 % would wait for somebody else
+        self.closed = used >= (0.7 if self.closed and ours else 0.8) * (used + left)
         if self.closed or left < size:
             return None
         self.dir.mkdir(exist_ok=True)
@@ -734,6 +724,8 @@ def write_batch(o, plan, stage, uploads, progress, stop, batch, slot, too_large)
             for i in range(0, len(part), 1 << 24):
                 crc = zlib.crc32(part[i:i + (1 << 24)], crc)
                 f.write(part[i:i + (1 << 24)])
+        if f.tell() != total:
+            raise Failed(f"batch {batch}: {f.tell():,} bytes, {total:,} were planned")
     os.replace(path.with_suffix(".tmp"), path)
     uploads.add(batch, path, crc)
     return slot
@@ -758,7 +750,7 @@ class Uploads:
             self.upload(batch, path, size, crc)
         except BaseException as e:  # main looks at `fatal` between two batches
             traceback.print_exc() if not isinstance(e, OutputError) else None
-            self.fatal = self.last_error = first_line(e)
+            self.fatal = self.fatal or first_line(e)
         with self.lock:
             self.pending, self.staged = self.pending - 1, self.staged - size
 
@@ -773,9 +765,9 @@ class Uploads:
                     break
                 raise OutputError(f"{path} changed while it was uploaded")
             except OutputError as e:
-                self.last_error = str(e)
                 if self.abort.is_set():
                     return
+                self.last_error = str(e)
                 if e.permanent:
                     raise
                 say(f"batch {batch}: upload {attempt} of {o.upload_attempts} failed: {e}")
@@ -800,10 +792,10 @@ class Uploads:
             file.unlink(missing_ok=True)
 
     def drain(self, stop):
-        """Waits for the uploads; once `stop` is set 12 s at most, and what is left stays in staging."""
+        """Waits for the uploads; once `stop` is set 8 s at most, and what is left stays in staging."""
         end = None
         while self.pending and not self.fatal and not (end and time.time() > end):
-            end = end or (time.time() + 12 if stop.is_set() else None)
+            end = end or (time.time() + 8 if stop.is_set() else None)
             time.sleep(0.1)
         if self.pending:
             self.abort.set()
@@ -893,8 +885,8 @@ def run(o, work, progress, stop):
         uploads.drain(stop)
 
     if uploads.fatal or uploads.failed:
-        raise Failed(f"{uploads.failed or 'all further'} uploads failed: {uploads.last_error}. What is left "
-                     f"waits in {stage.dir}; when the cause is mended, the same command goes on")
+        raise Failed(f"{uploads.failed or 'all further'} uploads failed: {uploads.fatal or uploads.last_error}. "
+                     f"The rest waits in {stage.dir}; when the cause is mended, the same command goes on")
     if progress.now["batch"] < len(mine):
         raise Stopped(f"with {progress.now['batch']} of {len(mine)} batches done; the same command goes on")
     if marked(work).keys() >= set(range(plan.counts["batches"])):  # whoever comes last; twice is harmless
@@ -905,12 +897,13 @@ def run(o, work, progress, stop):
         say(f"all {plan.counts['batches']} batches are in {output}; its manifest.json says complete")
 
 def main(argv=None):
-    o, progress, code, error, stop = parse_options(argv), None, 0, None, threading.Event()
+    o, progress, code, error, stop = parse_options(argv, Options, __doc__), None, 0, None, threading.Event()
     work = Path(o.work)
 
     def asked_to_stop(signum, frame):
         if stop.is_set():  # the second time: at once. Markers and staging are sound at every moment
             progress.set(state="stopped", exit_code=3) if progress else None
+            kill_children()
             os._exit(3)
         stop.set()
         if not progress or progress.now["state"] in ("planning", "loading", "warming"):
@@ -925,18 +918,18 @@ def main(argv=None):
                 (work / name).mkdir(parents=True, exist_ok=True)
             pid_file = open(work / "pids" / (".plan" if o.plan_only else f"shard_{o.shard}.pid"), "a+")
             fcntl.flock(pid_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            pid_file.truncate(0)
+            print(os.getpid(), file=pid_file, flush=True)
         except BlockingIOError:
             who = f"a plan of {work}" if o.plan_only else f"shard {o.shard} of {work}"
             raise Refused(f"{who} is under way already: wait, or see `make status`") from None
         except OSError as e:
             raise Refused(f"--work {work} cannot be written to ({e.strerror}): use another one") from None
-        pid_file.truncate(0)
-        print(os.getpid(), file=pid_file, flush=True)
         if not o.plan_only:
             progress = monitor.Progress(work, o.shard, o.num_shards)
         run(o, work, progress, stop)
-    except (Refused, Failed, Stopped) as e:
-        code, error = e.code, str(e)
+    except (Refused, Failed, Stopped, OutputError) as e:
+        code, error = getattr(e, "code", 1), str(e)
     except BaseException as e:
         traceback.print_exc()
         code, error = 1, f"{type(e).__name__}: {first_line(e)}"

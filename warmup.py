@@ -10,6 +10,7 @@ line.
 The first half are the kernels themselves, which extract.py puts into a model: attention, delta rule and short
 convolution that keep the samples of a packed row apart, and the checks that every start makes.
 """
+import argparse
 import fcntl
 import hashlib
 import inspect
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MethodType, SimpleNamespace
@@ -48,6 +49,28 @@ class Failed(Exception):
     code = 1
 
 
+# ----------------------------------------------------------------------------------------- the command line
+def opt(default, help, low=None, high=None, choices=None):
+    """A dataclass field that becomes a flag; low and high are checked by extract.check_options."""
+    return field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices})
+
+
+def flag(name):
+    return "--" + name.replace("_", "-")
+
+
+def parse_options(argv, cls, doc):
+    """Command line (None: the process's own) -> cls, its fields made by opt(); a bad flag ends it with 2."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: parser.exit(2, f"refused: {message}; --help describes every flag\n")
+    for f in fields(cls):
+        more = {"type": f.type, "choices": f.metadata["choices"]}
+        more = {"action": "store_true"} if f.type is bool else more
+        shown = f" (default: {f.default})" if f.default not in ("", False) else ""
+        parser.add_argument(flag(f.name), default=f.default, help=f.metadata["help"] + shown, **more)
+    return cls(**vars(parser.parse_args(argv)))
+
+
 # -------------------------------------------------------------------------------------------------- the model
 def compact(value):
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
@@ -67,6 +90,14 @@ def stamp(path):
     """What tells that a file was touched: inode, bytes, nanoseconds."""
     stat = path.stat()
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def size_of(path):
+    """Bytes of a file, 0 if it has just gone."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def say(text):
@@ -118,13 +149,13 @@ def layer_ids(rule, depth):
         ids = [1, depth // 2 - 1, depth - 4] if not n else [depth // 2] if n == 1 else [
             round(1 + i * (depth - 4) / (n - 1)) for i in range(n)]
     if not ids or not all(type(i) is int and 0 <= i < depth for i in ids):
-        raise Refused(f"--layers {rule} gives {ids or 'no ids'}: this model has layers 0 to {depth - 1}. Give "
-                      "ids as 1,16,31, a rule (dflash:5, eagle3), or a drafter's config with target_layer_ids")
+        raise Refused(f"--layers {rule} gives {ids or 'no ids'}: the model has layers 0 to {depth - 1}. Give ids "
+                      "as 1,16,31, a rule (dflash:5, eagle3), or a drafter config with target_layer_ids")
     return ids
 
 
 def model_parts(path):
-    """Content of a model, not all of it read: config, each safetensors header, first and last MB of weights."""
+    """Content of a model, partly read: config, each safetensors header, first and last MB of weights."""
     config = json.loads((path / "config.json").read_bytes())
     yield compact({k: v for k, v in config.items() if k not in ("transformers_version", "_name_or_path")})
     for file in sorted(path.glob("*.safetensors")):
@@ -144,8 +175,8 @@ HARMLESS = {"position_ids", "cache_position", "use_cache", "cu_seq_lens_k", "max
 @contextmanager
 def packing(cu, cpu, longest, positions):
     """Inside, the decoder takes a row with these bounds (int32 [n+1], on the device and on the host), whose
-    longest sequence and positions [1, T] these are; gives the keywords for its call. FLA caches by the identity
-    of `cu`: it must be a fresh tensor for every row."""
+    longest sequence and positions [1, T] these are; gives the keywords for its call. FLA caches by the
+    identity of `cu`: it must be a fresh tensor for every row."""
     PACKED.cu, PACKED.cpu = cu, cpu
     if cu.is_cuda:
         torch._dynamo.maybe_mark_dynamic(cu, 0)
@@ -166,13 +197,13 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     """Causal attention within each sequence of a packed row, for transformers' registry of attentions.
 
     query [1, Hq, T, D], key and value [1, Hkv, T, D], cu_seq_lens_q int32 [n+1] -> ([1, T, Hq, D], None).
-    Raises Failed for what it does not implement: to pass over a soft cap or a sink gives wrong states silently.
+    Raises Failed for what it does not implement: to pass over a soft cap or a sink gives wrong states.
     """
-    wants = [k for k, v in other.items() if k not in HARMLESS and (torch.is_tensor(v) or v not in (None, False, 0))]
+    wants = [k for k in other.keys() - HARMLESS if torch.is_tensor(other[k]) or other[k] not in (None, False, 0)]
     if wants or attention_mask is not None or cu_seq_lens_q is None or not getattr(module, "is_causal", True):
         what = ", ".join(wants) or "a mask of its own"
-        raise Failed(f"{type(module).__name__} wants {what} of its attention, which packed attention has not. "
-                     "Use --samples-per-forward 1")
+        raise Failed(f"{type(module).__name__} wants {what} of its attention, which packed attention lacks. Use "
+                     "--samples-per-forward 1")
     if query.is_cuda and query.dtype == torch.bfloat16:
         more = {"enable_gqa": True} if VARLEN_GQA else {}  # without the flag it takes fewer key heads, too
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -184,7 +215,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
 
 @torch.compiler.disable
 def attention_by_sequence(query, key, value, scaling, sliding_window):
-    """The same by torch's scaled_dot_product_attention, where flash attention cannot: on a CPU, and in fp32."""
+    """The same by torch's scaled_dot_product_attention, where flash attention cannot: CPU and fp32."""
     out = []
     for a, b in bounds(PACKED.cpu):
         mask = None
@@ -212,8 +243,8 @@ def slow_kernels(config):
     """Why a model of this text configuration would run slowly on the GPU here; None where it would not."""
     linear = "linear_attention" in (getattr(config, "layer_types", None) or ())
     if torch.cuda.is_available() and linear and not fast_kernels():
-        return ("flash-linear-attention or Triton cannot be used here: linear-attention layers would take the "
-                "slow torch path. Try `python -c 'import fla.ops.gated_delta_rule'`, or use --allow-slow")
+        return ("flash-linear-attention or Triton cannot be used here: linear attention would take the slow "
+                "torch path. Try `python -c 'import fla.ops.gated_delta_rule'`, or use --allow-slow")
     return None
 
 
@@ -242,7 +273,7 @@ def packed_conv(plain, fast):
     """Causal depthwise convolution, x [1, D, T], weight [D, W] -> [1, D, T], summed in fp32.
 
     packed_at [1, T] is each token's place in its own sequence: what lies before the sequence counts as zero.
-    Plain torch code, so that on a GPU the compiler joins it with the activation and with the split that follows.
+    Plain torch code, so that on a GPU the compiler joins it with the activation and the split that follow.
     """
     def conv(x, weight, bias=None, activation=None, packed_at=None, **_):
         if packed_at is None:
@@ -340,9 +371,10 @@ def prepare(extractor):
             limit = max(1e-4, 8 * eps * (layer + 1) ** 0.5)
             if not report["truth"][-1] <= limit or not report["isolation"] <= max(1e-4, 4 * eps):
                 raise Failed(
-                    f"packed states of {type(x.decoder).__name__} are wrong: isolation {report['isolation']:.1e}, "
-                    f"layer {layer} {report['truth'][-1]:.1e} from transformers alone, {limit:.1e} allowed. Some "
-                    "layer mixes the samples of a row. --samples-per-forward 1 is the slow way without packing")
+                    f"packed states of {type(x.decoder).__name__} are wrong: isolation "
+                    f"{report['isolation']:.1e}, layer {layer} {report['truth'][-1]:.1e} from transformers alone, "
+                    f"{limit:.1e} allowed. Some layer mixes the samples of a row. --samples-per-forward 1 is the "
+                    "slow way without packing")
     return report
 
 
@@ -435,9 +467,9 @@ def main(argv=None):
 
     @dataclass
     class Options(extract.Options):
-        if_needed: bool = extract.opt(False, "do nothing if WORK/warmup.json has this model, shape and box")
+        if_needed: bool = opt(False, "do nothing if WORK/warmup.json has this model, shape and box")
 
-    o = extract.parse_options(argv, Options, __doc__)
+    o = parse_options(argv, Options, __doc__)
     work = Path(o.work)
     try:
         o.data, o.out = o.data or "unused", o.out or "unused"

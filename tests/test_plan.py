@@ -205,17 +205,26 @@ def test_planning_alone_writes_nothing_to_out(case, tmp_path):
 
 def test_a_plan_without_plan_json_is_made_anew(case, tmp_path):
     before = case()
+    known, samples = before.known, before.samples.tolist()
+    del before  # while somebody has a plan in memory, no other is made in its place
     (tmp_path / "work/plan/plan.json").unlink()
     (tmp_path / "work/plan/tokens.bin").write_bytes(b"torn")
     after = case()
-    assert after.known == before.known and after.samples.tolist() == before.samples.tolist()
+    assert after.known == known and after.samples.tolist() == samples
     assert len(after.input_ids) == after.counts["tokens"]
 
 
 def test_a_plan_that_was_killed_half_way_is_made_anew(case, tmp_path):
-    before, file = case(), tmp_path / "work/plan/plan.json"
+    known, file = case().known, tmp_path / "work/plan/plan.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"whole": False}))
-    assert case().known == before.known
+    assert case().known == known
+
+
+def test_a_plan_that_a_running_shard_has_in_memory_is_not_replaced(case):
+    running = case(tokens=256)
+    with pytest.raises(Refused, match="another plan"):
+        case(tokens=512)
+    assert running.tokens == 256
 
 
 def test_data_that_was_touched_is_the_same_run(case, tmp_path):
@@ -518,8 +527,14 @@ def test_the_brake_closes_at_80_percent(brake):
     assert [brake(used) for used in (0, 50, 79, 80)] == [True, True, True, False]
 
 
-def test_the_brake_opens_only_below_70_percent(brake):
+def test_the_brake_opens_only_below_70_percent(brake, tmp_path):
+    (tmp_path / "fingerprint").mkdir()
+    (tmp_path / "fingerprint/batch_000007.safetensors").touch()
     assert [brake(used) for used in (80, 79, 75, 70, 69, 79)] == [False, False, False, False, True, True]
+
+
+def test_the_brake_does_not_wait_for_other_people_s_files(brake):
+    assert [brake(used) for used in (80, 79)] == [False, True]
 
 
 def test_a_reservation_larger_than_what_is_left_is_refused(tmp_path, monkeypatch):
@@ -559,7 +574,7 @@ def test_a_staging_path_that_is_a_file_is_refused(tmp_path):
 # ---- options
 
 def options(*args):
-    return extract.parse_options(["--model", "m", "--data", "d", "--out", "o", *args])
+    return extract.parse_options(["--model", "m", "--data", "d", "--out", "o", *args], Options, "")
 
 
 def test_the_defaults_are_accepted():
@@ -636,7 +651,7 @@ def test_a_scheduler_s_nonsense_is_refused(variables, monkeypatch):
 
 def test_help_names_every_flag_and_its_default(capsys):
     with pytest.raises(SystemExit) as e:
-        extract.parse_options(["--help"])
+        extract.parse_options(["--help"], Options, extract.__doc__)
     text = " ".join(capsys.readouterr().out.split())
     assert e.value.code == 0
     for f in fields(Options):

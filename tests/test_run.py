@@ -405,7 +405,7 @@ def test_a_second_shard_of_the_same_number_exits_with_2(stopped):
 
 
 def test_a_second_shard_of_the_same_number_says_why(stopped):
-    assert "shard 0" in stopped.second_log and "runs already" in stopped.second_log
+    assert "shard 0" in stopped.second_log and "under way" in stopped.second_log
 
 
 def test_the_first_shard_goes_on_beside_a_refused_second(stopped):
