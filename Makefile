@@ -107,7 +107,10 @@ extract: $(VENV)  ## run GPUS shards in the background and follow them; Ctrl-C l
 	exec 9>&-
 	code=0
 	$(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)' --follow --num-shards $(GPUS) || code=$$?
-	until (( code == 130 )) || [ -z "$$(running)" ]; do sleep 0.2; done  # their last words are out; they leave
+	for (( n = 0; n < 50 && code != 130; n++ )); do  # their last words are out: they are about to leave
+	  [ -n "$$(running)" ] || break
+	  sleep 0.2
+	done
 	exit $$code
 
 status:  ## a row a shard, the box, one ETA
