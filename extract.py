@@ -844,7 +844,8 @@ def run(o, work, progress, stop):
                 progress.marked(batch, earlier=True)
             elif file.is_file() and file.stat().st_size == plan.layout(batch)[2]:
                 uploads.add(batch, file)
-            else:
+            else:  # what is known of a file that is computed again is known no more
+                file.with_suffix(".json").unlink(missing_ok=True)
                 todo.append(batch)
         before = len(done.keys() & set(mine))
         say(f"shard {o.shard} of {o.num_shards}: {len(mine)} batches; {before} were done, "
@@ -889,9 +890,11 @@ def run(o, work, progress, stop):
                      f"The rest waits in {stage.dir}; when the cause is mended, the same command goes on")
     if progress.now["batch"] < len(mine):
         raise Stopped(f"with {progress.now['batch']} of {len(mine)} batches done; the same command goes on")
-    if marked(work).keys() >= set(range(plan.counts["batches"])):  # whoever comes last; twice is harmless
-        excluded = [(read_json(f) or {}).get("excluded", {}).items() for f in marked(work).values()]
-        excluded = dict(item for items in excluded for item in items)
+    markers = marked(work)
+    if markers.keys() >= set(range(plan.counts["batches"])):  # whoever comes last; twice is harmless
+        excluded = {}
+        for file in markers.values():
+            excluded |= (read_json(file) or {}).get("excluded", {})
         output.write("manifest.json", manifest(plan, excluded, complete=True))
         shutil.rmtree(stage.dir, ignore_errors=True)
         say(f"all {plan.counts['batches']} batches are in {output}; its manifest.json says complete")

@@ -813,3 +813,13 @@ def full(runs, place, s3, tmpfs):
 def test_full_staging_is_waited_for(full, judge, place):
     assert full.code == 0 and judge(full.files, place.few)["ok"], full.log()
     assert full.progress()["waited_for_room_s"] > 0 and "waiting_for_room" in full.states
+
+
+def test_an_exclusion_left_by_a_killed_start_is_not_that_of_a_batch_computed_again(place, staging, tmp_path):
+    run = Run(tmp_path, place, staging(), data=place.few)
+    assert run.run("--plan-only") == 0, run.log()
+    staged = run.stage / json.loads((run.work / "plan/plan.json").read_text())["fingerprint"]
+    staged.mkdir()
+    (staged / "batch_000000.json").write_text('{"0":"bad numbers"}')
+    assert run.run() == 0, run.log()
+    assert run.markers()[0]["excluded"] == {}
