@@ -49,10 +49,10 @@ import monitor
 import warmup
 from export import KEY, OutputError, kill_children, open_output
 from monitor import read_json, write_atomic
-from warmup import Failed, Refused, compact, first_line, flag, opt, parse_options, say, sha, stamp
+from warmup import (Failed, Refused, compact, determined_by, first_line, flag, opt, own_shard, parse_options,
+                    say, sha, stamp)
 
 CONVENTION = "id L = output of decoder layer L, 0-based = transformers hidden_states[L+1]"
-ASSUMED_RATE = 12_180  # tokens/s of Qwen3.6-27B, layers up to 61, on one H200 (tests/BENCH.md)
 KINDS = {"bf16": ("BF16", torch.bfloat16), "fp32": ("F32", torch.float32),
          "fp8": ("F8_E4M3", torch.float8_e4m3fn)}  # --dtype: safetensors' name, torch's
 
@@ -91,17 +91,6 @@ class Options:
 
 class Stopped(BaseException):  # not an Exception: nothing on its way may take it for a failure of its own
     code = 3
-
-def own_shard(o):
-    """Makes o.shard a number. Raises Refused."""
-    env = os.environ.get
-    for index, count in (("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT"), ("SLURM_PROCID", "SLURM_NTASKS"),
-                         ("JOB_COMPLETION_INDEX", ""), ("RANK", "WORLD_SIZE")):
-        if o.shard == "auto" and env(index):
-            o.shard, o.num_shards = env(index), env(count) or o.num_shards
-    if not (o.shard.isdecimal() and str(o.num_shards).isdecimal() and int(o.shard) < int(o.num_shards)):
-        raise Refused(f"--shard {o.shard} of {o.num_shards}: give one below it, or auto under a scheduler")
-    o.shard, o.num_shards = int(o.shard), int(o.num_shards)
 
 def check_options(o):
     """What argparse cannot tell. Raises Refused."""
@@ -326,17 +315,6 @@ def read_lines(files):
                     yield row, number, line
                 row += 1
 
-def determined_by(o, path, data, layers, final):
-    """Everything that the content of the output depends on, by name; its hash is the fingerprint."""
-    settings = read_json(path / "tokenizer_config.json") or {}
-    template = [f.read_bytes() for f in sorted(path.glob("chat_template.*"))]
-    template = template or [settings.pop("chat_template", None)]
-    tokenizer = [f.read_bytes() for f in sorted([*path.glob("tokenizer.*"), *path.glob("vocab.*")])]
-    same = "dtype compute_dtype tokens max_len overlong min_len min_supervised template_args".split()
-    return {"weights": sha(*warmup.model_parts(path)), "tokenizer": sha(compact(settings), *tokenizer),
-            "chat_template": sha(*template), "data": data, "layers": layers, "final": final} | {
-            name: getattr(o, name) for name in same}
-
 def pack(lengths, capacity, window=8):
     """First-fit over a bounded window of open batches, in the order given: lengths -> batches, int32 [n]."""
     batch, opened, made = np.empty(len(lengths), np.int32), [], 0
@@ -508,21 +486,6 @@ def manifest(plan, excluded=None, complete=False):
               "excluded": excluded or {}, "complete": complete}
     local = ("inputs", "out", "whole")
     return json.dumps({k: v for k, v in plan.known.items() if k not in local} | record, indent=1)
-
-def print_estimate(o, plan, work, stage):
-    c, measured = plan.counts, (read_json(work / "warmup.json") or {}).get("tokens_per_sec")
-    rate = measured or ASSUMED_RATE
-    say(f"plan {plan.fingerprint}: {c['samples']:,} samples, {c['tokens']:,} tokens, "
-        f"{c['supervised']:,} of them supervised, {c['turns_lost']:,} turns not located")
-    if c["skipped"]:
-        say(f"{c['skipped']:,} samples skipped {c['skipped_by_reason']}: {work / 'plan' / 'skipped.jsonl'}")
-    say(f"layers {plan.layers}{' and the final state' * plan.final}: {CONVENTION}")
-    say(f"{c['batches']:,} batches, {c['tokens'] / c['batches'] / o.tokens:.1%} of {o.tokens:,} tokens full: "
-        f"{c['bytes'] / 1e9:,.2f} GB ({c['bytes'] / c['tokens']:,.0f} bytes a token) into {plan.out}")
-    say(f"{stage.capacity() / 1e9:,.2f} GB of room in {o.stage}, up to {c['largest'] / 1e9:.3f} GB a batch")
-    whence = "as warm-up measured" if measured else "assumed, Qwen3.6-27B on one H200; `make warmup` measures"
-    say(f"{c['tokens'] / rate / o.num_shards / 3600:,.2f} hours with {o.num_shards} shards, at {rate:,.0f} "
-        f"tokens/s each ({whence})")
 
 # ------------------------------------------------------------------------------------------ model and forward
 class Slot:
@@ -820,7 +783,8 @@ def run(o, work, progress, stop):
         raise Refused(f"OUT {o.out} cannot be used: {str(e).rstrip('.')}. Look at its name, the credentials, "
                       "AWS_ENDPOINT_URL") from None
     stage = Stage(o.stage, plan.fingerprint)
-    print_estimate(o, plan, work, stage)
+    for line in monitor.estimate(plan, work, stage, o.num_shards):
+        say(line)
     if o.plan_only:
         return
     stage.claim(work)
@@ -886,7 +850,8 @@ def run(o, work, progress, stop):
         uploads.drain(stop)
 
     if uploads.fatal or uploads.failed:
-        raise Failed(f"{uploads.failed or 'all further'} uploads failed: {uploads.fatal or uploads.last_error}. "
+        cause = uploads.fatal or uploads.last_error
+        raise Failed(f"{uploads.failed or 'all further'} uploads failed: {cause}. "
                      f"The rest waits in {stage.dir}; when the cause is mended, the same command goes on")
     if progress.now["batch"] < len(mine):
         raise Stopped(f"with {progress.now['batch']} of {len(mine)} batches done; the same command goes on")

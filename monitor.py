@@ -36,6 +36,7 @@ STALE_S = 15        # a shard refreshes its progress at least every 5 s, whateve
 GRACE_S = 10        # how long a shard that was just launched may have neither pid file nor progress
 FOLLOW_LINE_S = 10  # between the summary lines of --follow where the output is no terminal
 MAX_SHARDS = 4096
+ASSUMED_RATE = 12_180  # tokens/s of Qwen3.6-27B, layers up to 61, on one H200 (tests/BENCH.md)
 LIVE, BROKEN = ("starting", "running", "stale", "unreadable"), ("failed", "refused", "gone")
 COUNTS = ("processed skipped total batch total_batches tokens uploaded pending_uploads failed_uploads "
           "staged_bytes waited_for_room_s").split()  # 0 when absent
@@ -70,6 +71,24 @@ def room(path):
         except (OSError, ValueError, IndexError, TypeError):
             pass  # no cgroup, or no limit
     return (fs.f_blocks - fs.f_bfree) * fs.f_frsize, max(0, min(left))
+
+
+def estimate(plan, work, stage, shards):
+    """What a run will cost: lines for the log, from an extract.Plan and its extract.Stage."""
+    c, measured = plan.counts, (read_json(work / "warmup.json") or {}).get("tokens_per_sec")
+    rate = measured or ASSUMED_RATE
+    yield (f"plan {plan.fingerprint}: {c['samples']:,} samples, {c['tokens']:,} tokens, "
+           f"{c['supervised']:,} of them supervised, {c['turns_lost']:,} turns not located")
+    if c["skipped"]:
+        yield f"{c['skipped']:,} samples skipped {c['skipped_by_reason']}: {work / 'plan' / 'skipped.jsonl'}"
+    yield f"layers {plan.layers}{' and the final state' * plan.final}: {plan.convention}"
+    yield (f"{c['batches']:,} batches, {c['tokens'] / c['batches'] / plan.tokens:.1%} of {plan.tokens:,} tokens "
+           f"full: {c['bytes'] / 1e9:,.2f} GB ({c['bytes'] / c['tokens']:,.0f} bytes a token) into {plan.out}")
+    yield (f"{stage.capacity() / 1e9:,.2f} GB of room in {stage.dir.parent}, up to "
+           f"{c['largest'] / 1e9:.3f} GB a batch")
+    whence = "as warm-up measured" if measured else "assumed, Qwen3.6-27B on one H200; `make warmup` measures"
+    yield (f"{c['tokens'] / rate / shards / 3600:,.2f} hours with {shards} shards, at {rate:,.0f} tokens/s "
+           f"each ({whence})")
 
 
 class Progress(threading.Thread):
@@ -517,8 +536,8 @@ def main():
 
     work = Path(args.work)
     if args.pids:
-        print(*(pid for f in sorted(work.glob("pids/shard_*.pid")) if (pid := pid_of(f)) and process_state(pid, work)),
-              sep="\n", end="\n")
+        pids = (pid_of(f) for f in sorted(work.glob("pids/shard_*.pid")))
+        print(*(pid for pid in pids if pid and process_state(pid, work)), sep="\n")
         return 0
     if not os.path.isdir(work):
         error = f"no work directory {args.work!r}: {START}   or name the run's own: make status WORK=DIR"

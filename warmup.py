@@ -71,6 +71,18 @@ def parse_options(argv, cls, doc):
     return cls(**vars(parser.parse_args(argv)))
 
 
+def own_shard(o):
+    """Makes o.shard a number. Raises Refused."""
+    env = os.environ.get
+    for index, count in (("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT"), ("SLURM_PROCID", "SLURM_NTASKS"),
+                         ("JOB_COMPLETION_INDEX", ""), ("RANK", "WORLD_SIZE")):
+        if o.shard == "auto" and env(index):
+            o.shard, o.num_shards = env(index), env(count) or o.num_shards
+    if not (o.shard.isdecimal() and str(o.num_shards).isdecimal() and int(o.shard) < int(o.num_shards)):
+        raise Refused(f"--shard {o.shard} of {o.num_shards}: give one below it, or auto under a scheduler")
+    o.shard, o.num_shards = int(o.shard), int(o.num_shards)
+
+
 # -------------------------------------------------------------------------------------------------- the model
 def compact(value):
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
@@ -149,8 +161,8 @@ def layer_ids(rule, depth):
         ids = [1, depth // 2 - 1, depth - 4] if not n else [depth // 2] if n == 1 else [
             round(1 + i * (depth - 4) / (n - 1)) for i in range(n)]
     if not ids or not all(type(i) is int and 0 <= i < depth for i in ids):
-        raise Refused(f"--layers {rule} gives {ids or 'no ids'}: the model has layers 0 to {depth - 1}. Give ids "
-                      "as 1,16,31, a rule (dflash:5, eagle3), or a drafter config with target_layer_ids")
+        raise Refused(f"--layers {rule} gives {ids or 'no ids'}: the model has layers 0 to {depth - 1}. Give "
+                      "ids as 1,16,31, a rule (dflash:5, eagle3), or a drafter config with target_layer_ids")
     return ids
 
 
@@ -164,6 +176,18 @@ def model_parts(path):
             yield f.read(1 << 20)
             f.seek(max(0, file.stat().st_size - (1 << 20)))
             yield f.read()
+
+
+def determined_by(o, path, data, layers, final):
+    """Everything that the content of the output depends on, by name; its hash is the fingerprint."""
+    settings = read_json(path / "tokenizer_config.json") or {}
+    template = [f.read_bytes() for f in sorted(path.glob("chat_template.*"))]
+    template = template or [settings.pop("chat_template", None)]
+    tokenizer = [f.read_bytes() for f in sorted([*path.glob("tokenizer.*"), *path.glob("vocab.*")])]
+    same = "dtype compute_dtype tokens max_len overlong min_len min_supervised template_args".split()
+    return {"weights": sha(*model_parts(path)), "tokenizer": sha(compact(settings), *tokenizer),
+            "chat_template": sha(*template), "data": data, "layers": layers, "final": final} | {
+            name: getattr(o, name) for name in same}
 
 
 # ------------------------------------------------------------------------------------------------ the kernels
@@ -199,11 +223,12 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     query [1, Hq, T, D], key and value [1, Hkv, T, D], cu_seq_lens_q int32 [n+1] -> ([1, T, Hq, D], None).
     Raises Failed for what it does not implement: to pass over a soft cap or a sink gives wrong states.
     """
-    wants = [k for k in other.keys() - HARMLESS if torch.is_tensor(other[k]) or other[k] not in (None, False, 0)]
+    wants = [k for k in other.keys() - HARMLESS
+             if torch.is_tensor(other[k]) or other[k] not in (None, False, 0)]
     if wants or attention_mask is not None or cu_seq_lens_q is None or not getattr(module, "is_causal", True):
         what = ", ".join(wants) or "a mask of its own"
-        raise Failed(f"{type(module).__name__} wants {what} of its attention, which packed attention lacks. Use "
-                     "--samples-per-forward 1")
+        raise Failed(f"{type(module).__name__} wants {what} of its attention, which packed attention lacks. "
+                     "Use --samples-per-forward 1")
     if query.is_cuda and query.dtype == torch.bfloat16:
         more = {"enable_gqa": True} if VARLEN_GQA else {}  # without the flag it takes fewer key heads, too
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -372,9 +397,9 @@ def prepare(extractor):
             if not report["truth"][-1] <= limit or not report["isolation"] <= max(1e-4, 4 * eps):
                 raise Failed(
                     f"packed states of {type(x.decoder).__name__} are wrong: isolation "
-                    f"{report['isolation']:.1e}, layer {layer} {report['truth'][-1]:.1e} from transformers alone, "
-                    f"{limit:.1e} allowed. Some layer mixes the samples of a row. --samples-per-forward 1 is the "
-                    "slow way without packing")
+                    f"{report['isolation']:.1e}, layer {layer} {report['truth'][-1]:.1e} from transformers "
+                    f"alone, {limit:.1e} allowed. Some layer mixes the samples of a row. --samples-per-forward 1 "
+                    "is the slow way without packing")
     return report
 
 
