@@ -44,7 +44,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench bench-gpu plan warmup extract status watch logs stop restart clean-shm verify
+.PHONY: help setup demo test test-gpu bench bench-gpu plan warmup extract status watch logs stop restart clean-shm verify
 
 help:  ## this text
 	@echo 'make TARGET [KNOB=value ...]'
@@ -195,6 +195,10 @@ test: $(VENV)  ## the project's tests
 
 bench: $(VENV)  ## stages, writing and planning of a tiny model on this CPU
 	@$(PY) tests/bench.py $(ARGS)
+
+test-gpu: $(VENV)  ## what only a GPU can show: fast kernels against transformers alone, compilations, short memory
+	@$(PY) -c 'import sys, torch; sys.exit(2 * (not torch.cuda.is_available()))' || { echo 'torch sees no GPU here; make test is for any machine'; exit 2; }
+	$(PY) -m pytest -q tests/test_gpu.py $(ARGS)
 
 bench-gpu: $(VENV)  ## the Qwen3.6-27B shape with random weights on one GPU, against the other ways
 	@$(PY) tests/bench.py --gpu $(ARGS)

@@ -83,7 +83,7 @@ class Options:
     upload_mbps: float = opt(0.0, "megabytes per second of all uploads together; 0: no limit", 0, 1e6)
     upload_min_mbps: float = opt(5.0, "megabytes per second under which an upload is ended", 0.001, 1e6)
     upload_attempts: int = opt(5, "tries at an upload; then the file waits for the next start", 1, 100)
-    forward_tokens: int = opt(0, "tokens of a forward, where --tokens do not fit; 0: --tokens", 0, 1 << 20)
+    forward_tokens: str = opt(0, "tokens of a forward; 0: --tokens; auto: what warm-up found to fit")
     samples_per_forward: int = opt(0, "samples of a forward; 1 for what cannot be packed; 0: any", 0, 10**6)
     skip_bad: bool = opt(False, "zeros and no mask for samples with bad numbers, which else end the run")
     allow_slow: bool = opt(False, "on a GPU, run without the fast kernels")
@@ -103,8 +103,10 @@ def check_options(o):
             raise Refused(f"--{name} ({name.upper()}= for make) is missing. `make help` explains")
     if o.max_len > o.tokens:
         raise Refused(f"--max-len {o.max_len} is above --tokens {o.tokens}: a sample must fit into a batch")
-    if 0 < o.forward_tokens < o.max_len:
-        raise Refused(f"--forward-tokens {o.forward_tokens} is below --max-len {o.max_len}")
+    if o.forward_tokens != "auto":
+        if not str(o.forward_tokens).isdecimal() or 0 < int(o.forward_tokens) < o.max_len:
+            raise Refused(f"--forward-tokens {o.forward_tokens}: give --max-len {o.max_len} or more, or auto")
+        o.forward_tokens = int(o.forward_tokens)
     try:
         assert isinstance(json.loads(o.template_args), dict)
     except (ValueError, AssertionError):
@@ -669,7 +671,7 @@ def write_batch(o, plan, stage, uploads, progress, stop, batch, slot, too_large)
     for i in why:
         for name in [*plan.states(), "loss_mask"]:
             arrays[name][rows["start"][i]:rows["start"][i] + rows["length"][i]] = 0
-    (header, names, total), crc = plan.layout(batch), 0
+    header, names, total = plan.layout(batch)
     path = stage.dir / Path(KEY.format(batch)).name
     while not (f := stage.reserve(path.with_suffix(".tmp"), total)):
         if progress.wait_for_room(True):
@@ -685,12 +687,11 @@ def write_batch(o, plan, stage, uploads, progress, stop, batch, slot, too_large)
     with f:  # RESUME CONTRACT: .tmp, then rename; nothing touches a file that has its final name
         for part in (header, *(raw(arrays[name]) for name in names)):
             for i in range(0, len(part), 1 << 24):
-                crc = zlib.crc32(part[i:i + (1 << 24)], crc)
                 f.write(part[i:i + (1 << 24)])
         if f.tell() != total:
             raise Failed(f"batch {batch}: {f.tell():,} bytes, {total:,} were planned")
     os.replace(path.with_suffix(".tmp"), path)
-    uploads.add(batch, path, crc)
+    uploads.add(batch, path)
     return slot
 
 # ----------------------------------------------------------------------------------------------------- upload
@@ -703,21 +704,21 @@ class Uploads:
         self.pool, self.lock = ThreadPoolExecutor(o.uploads), threading.Lock()
         self.pending, self.staged, self.failed, self.fatal, self.last_error = 0, 0, 0, None, ""
 
-    def add(self, batch, path, crc=None):
+    def add(self, batch, path):
         with self.lock:
             self.pending, self.staged = self.pending + 1, self.staged + path.stat().st_size
-        self.pool.submit(self.run, batch, path, path.stat().st_size, crc)
+        self.pool.submit(self.run, batch, path, path.stat().st_size)
 
-    def run(self, batch, path, size, crc):
+    def run(self, batch, path, size):
         try:
-            self.upload(batch, path, size, crc)
+            self.upload(batch, path, size)
         except BaseException as e:  # main looks at `fatal` between two batches
             traceback.print_exc() if not isinstance(e, OutputError) else None
             self.fatal = self.fatal or first_line(e)
         with self.lock:
             self.pending, self.staged = self.pending - 1, self.staged - size
 
-    def upload(self, batch, path, size, crc):
+    def upload(self, batch, path, size):
         o, attempt, before = self.o, 0, stamp(path)
         slowest = min(o.upload_min_mbps, o.upload_mbps / o.uploads / 3 or 1e9)
         while not (self.abort.is_set() or self.fatal):
@@ -740,11 +741,10 @@ class Uploads:
                 self.abort.wait(min(60, 2 ** attempt) * random.uniform(0.5, 1))
         else:
             return
-        if crc is None:  # staged by an earlier start
-            with open(path, "rb") as f:
-                crc = 0
-                while part := f.read(1 << 24):
-                    crc = zlib.crc32(part, crc)
+        crc = 0
+        with open(path, "rb") as f:  # here, since the one writer's thread must keep up with the GPU
+            while part := f.read(1 << 24):
+                crc = zlib.crc32(part, crc)
         # RESUME CONTRACT: the object was seen with its planned size: now the marker, and then the file may go
         write_atomic(self.work / "markers" / f".done_{batch:06d}", compact(
             {"batch": batch, "key": KEY.format(batch), "bytes": size, "crc32": crc,
@@ -817,6 +817,8 @@ def run(o, work, progress, stop):
 
         progress.set(state="loading" if todo else "draining")
         if todo:
+            if o.forward_tokens == "auto":
+                o.forward_tokens = warmup.found_forward_tokens(o, work, path)
             extractor = Extractor(o, plan, load_decoder(o, path))
             progress.set(state="warming")
             say(f"start checks passed: {compact(warmup.prepare(extractor))}")

@@ -12,11 +12,13 @@ convolution that keep the samples of a packed row apart, and the checks that eve
 """
 import argparse
 import fcntl
+import gc
 import hashlib
 import inspect
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -273,12 +275,19 @@ def slow_kernels(config):
     return None
 
 
+@torch.library.custom_op("hidden_states::delta_rule", mutates_args=())
+def delta_rule_by_fla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+                      l2norm: bool) -> torch.Tensor:
+    """FLA's delta rule as one operation of the compiled layer: a graph break would cost copies around it."""
+    return fast_kernels()(q, k, v, g, beta, use_qk_l2norm_in_kernel=l2norm, cu_seqlens=PACKED.cu,
+                          cu_seqlens_cpu=PACKED.cpu)[0]
+
+
+delta_rule_by_fla.register_fake(lambda q, k, v, *_: torch.empty_like(v))
+
+
 def packed_rule(plain, fast):
     """Gated delta rule: q, k [1, T, Hk, Dk], v [1, T, Hv, Dv], g, beta [1, T, Hv] -> [1, T, Hv, Dv], None."""
-    @torch.compiler.disable
-    def by_fla(q, k, v, g, beta, **more):  # it takes fewer key than value heads as they are
-        return fast(q, k, v, g, beta, cu_seqlens=PACKED.cu, cu_seqlens_cpu=PACKED.cpu, **more)
-
     @torch.compiler.disable
     def by_sequence(q, k, v, g, beta, **more):
         return torch.cat([plain(q[:, a:b], k[:, a:b], v[:, a:b], g=g[:, a:b], beta=beta[:, a:b], **more)[0]
@@ -288,8 +297,10 @@ def packed_rule(plain, fast):
         more = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
         if packed_at is None:
             return plain(q, k, v, g=g, beta=beta, **more)
-        if fast:  # contiguous here, where the compiler makes it part of the convolution, and not in FLA
-            return by_fla(q.contiguous(), k.contiguous(), v.contiguous(), g, beta, **more)
+        if fast:  # contiguous here, where the compiler makes it part of the convolution, and not in FLA,
+            # which takes fewer key than value heads as they are
+            return delta_rule_by_fla(q.contiguous(), k.contiguous(), v.contiguous(), g, beta,
+                                     use_qk_l2norm_in_kernel), None
         return by_sequence(q, k, v, g, beta, **more)
     return rule
 
@@ -336,22 +347,41 @@ def swap_kernels(decoder):
             ours.plain = plain
             setattr(module, name, ours)
             used[name] = how
-    for layer in decoder.layers if fast else ():  # skips transformers' own repeat of the key heads
-        if hasattr(getattr(layer, "linear_attn", None), "num_v_heads"):
-            layer.linear_attn.num_v_heads = layer.linear_attn.num_k_heads
+    for module in decoder.modules() if fast else ():
+        if hasattr(module, "num_v_heads"):  # skips transformers' own repeat of the key heads
+            module.num_v_heads = module.num_k_heads
+        if type(module) is torch.nn.Conv1d:  # channels side by side for each tap: 16 bytes a load, not 2
+            module.weight.data = module.weight.data.float().transpose(0, 2).contiguous().transpose(0, 2)
     return used
 
 
-def compile_layers(decoder):
-    """Compiles each layer's forward, not the model's, so that hooks stay outside of the graphs."""
+def compile_layers(decoder, tokens):
+    """Compiles each layer's forward, not the model's, so that hooks stay outside of the graphs; for rows of
+    many tokens its pointwise kernels are tuned, too, which takes half a minute once."""
     import torch._dynamo.config as dynamo
-    import torch._inductor.config as inductor
     dynamo.recompile_limit = 8 * len(decoder.layers)
     dynamo.fail_on_recompile_limit_hit = True  # the default falls back to eager, with a line in the log
-    inductor.realize_reads_threshold = 24  # the convolution's taps are read again rather than written between
-    compiled = {kind: torch.compile(kind.forward) for kind in set(map(type, decoder.layers))}
+    dynamo.automatic_dynamic_shapes = False  # a forward of another size is compiled for itself
+    # the convolution's taps are read again for query, key and value rather than written between, unsplit
+    options = {"realize_reads_threshold": 24, "realize_acc_reads_threshold": 24,
+               "realize_opcount_threshold": 200, "coordinate_descent_tuning": tokens >= 1 << 14}
+    compiled = {kind: torch.compile(kind.forward, options=options) for kind in set(map(type, decoder.layers))}
     for layer in decoder.layers:  # one compiled function for all: of its own, each layer would be traced anew
         layer.forward = MethodType(compiled[type(layer)], layer)
+
+
+def tune(decoder, tokens):
+    """FLA tunes each kernel on the first size that it meets and keeps the result: that must be the run's."""
+    for module in decoder.modules():
+        if hasattr(module, "num_v_heads") and hasattr(module, "head_k_dim") and (fast := fast_kernels()):
+            like = {"device": module.A_log.device, "dtype": torch.bfloat16}
+            q, k = torch.randn(2, 1, tokens, module.num_k_heads, module.head_k_dim, **like)
+            v = torch.randn(1, tokens, module.num_v_heads, module.head_v_dim, **like)
+            g, beta = -torch.rand(2, 1, tokens, module.num_v_heads, **like).abs()
+            cpu = torch.tensor([*range(0, tokens, 512), tokens], dtype=torch.int32)
+            fast(q, k, v, g.float(), beta.abs(), use_qk_l2norm_in_kernel=True, cu_seqlens=cpu.to(q.device),
+                 cu_seqlens_cpu=cpu)
+            return
 
 
 def relative(a, b):
@@ -377,12 +407,14 @@ def prepare(extractor):
     lengths = [min(n, most) for n in (37, 5, 150)] + [window + 33] * (0 < window and window + 33 <= most)
     probe = [rng.integers(0, config.vocab_size, n).astype(np.int32) for n in lengths]
     packs, x.packs = x.packs, False
+    if packs and x.cuda:
+        tune(x.decoder, x.fill)
     alone = [captured(x, [ids]) for ids in probe]
     x.packs, report = packs, {"kernels": {"all": "transformers' own"}, "isolation": 0.0, "truth": []}
     if packs:
         report["kernels"] = swap_kernels(x.decoder)
         if x.cuda and not x.o.eager:
-            compile_layers(x.decoder)
+            compile_layers(x.decoder, x.fill)
     ours = captured(x, probe, x.fill) if packs else torch.cat(alone, 1)
     if not (torch.isfinite(ours).all() and (ours.amax(-1) > ours.amin(-1)).all()):
         raise Failed("states hold NaN, Inf or are constant before any data was seen. Look at the checkpoint")
@@ -398,8 +430,8 @@ def prepare(extractor):
                 raise Failed(
                     f"packed states of {type(x.decoder).__name__} are wrong: isolation "
                     f"{report['isolation']:.1e}, layer {layer} {report['truth'][-1]:.1e} from transformers "
-                    f"alone, {limit:.1e} allowed. Some layer mixes the samples of a row. --samples-per-forward 1 "
-                    "is the slow way without packing")
+                    f"alone, {limit:.1e} allowed. Some layer mixes the samples of a row. "
+                    "--samples-per-forward 1 is the slow way without packing")
     return report
 
 
@@ -439,10 +471,8 @@ def fills(tokens, max_len):
     return shapes | {f"{k} x 200": [min(200, max_len)] * min(k, tokens // min(200, max_len)) for k in (8, 32)}
 
 
-def warm(o, work):
-    """Loads, compiles, proves, times. Returns the report. Raises Refused or Failed."""
-    import extract
-    path = model_directory(o.model)
+def identity(o, path):
+    """What a warm-up is good for: model, shape and box, and their fingerprint."""
     config = text_config(path)
     layers, final = layer_ids(o.layers, config.num_hidden_layers), o.final or o.layers == "eagle3"
     shape = ("dtype", "compute_dtype", "tokens", "max_len", "forward_tokens", "samples_per_forward", "eager",
@@ -450,38 +480,115 @@ def warm(o, work):
     kept = {"model": o.model, "weights": sha(*model_parts(path)), "layers": layers, "final": final,
             "environment": environment()} | {name: getattr(o, name) for name in shape}
     kept["fingerprint"] = sha(compact({k: v for k, v in kept.items() if k != "model"}))
-    before = read_json(work / "warmup.json") or {}
+    return kept
+
+
+def found_forward_tokens(o, work, path):
+    """--forward-tokens auto -> what warm-up found for this model, shape and box. Raises Refused."""
+    report = read_json(work / "warmup.json") or {}
+    if report.get("fingerprint") != identity(o, path)["fingerprint"]:
+        raise Refused(f"--forward-tokens auto: no warm-up in {work} fits this model, shape and box. Run "
+                      "warmup.py (`make warmup`) with the same flags first")
+    return report["found_forward_tokens"]
+
+
+def loaded(o, path, layers, final):
+    """(an extract.Extractor with the model, one extract.Slot)."""
+    import extract
+    hidden_size = text_config(path).hidden_size
+    plan = SimpleNamespace(layers=layers, final=final, dtype=o.dtype, hidden_size=hidden_size)
+    plan.states = lambda: extract.Plan.states(plan)
+    extractor = extract.Extractor(o, plan, extract.load_decoder(o, path))
+    return extractor, extract.Slot(plan, o.tokens, extractor.device)
+
+
+def seconds(extractor, ids, slot):
+    """Seconds that a batch of these samples takes, to its end."""
+    began = time.time()
+    extractor.batch(ids, slot)
+    torch.cuda.synchronize() if extractor.cuda else None
+    return time.time() - began
+
+
+def search(extractor, slot, sizes):
+    """Tokens of a forward -> {size: tokens/s, None where memory was short}; and the smallest size within 1 %
+    of the largest that leaves a tenth of the GPU's memory."""
+    x, rng, rates, longest = extractor, np.random.default_rng(0), {}, extractor.o.max_len
+    for size in sizes:
+        lengths = [min(longest, size - i) for i in range(0, size, longest)]
+        ids = [rng.integers(0, x.decoder.config.vocab_size, n).astype(np.int32) for n in lengths]
+        x.o.forward_tokens, x.fill, splits = size, size * x.cuda, x.splits
+        torch.cuda.reset_peak_memory_stats() if x.cuda else None
+        rate = size / min(seconds(x, ids, slot) for _ in range(4))
+        fits = not x.cuda or torch.cuda.max_memory_reserved() < 0.9 * torch.cuda.mem_get_info()[1]
+        rates[size] = round(rate, 1) if fits and x.splits == splits else None
+        say(f"forward of {size:,} tokens: {f'{rate:,.0f} tokens/s' if rates[size] else 'memory is short'}")
+    good = {size: rate for size, rate in rates.items() if rate}
+    if not good:
+        raise Failed(f"no forward of {sizes[-1]:,} tokens fits into GPU memory: lower --max-len and --tokens")
+    return rates, min(size for size, rate in good.items() if rate >= 0.99 * good[max(good)])
+
+
+def second(o, work):
+    """A fresh process that finds what the first one compiled, and counts what it does not find."""
+    from torch._dynamo.utils import counters
+    missed, report = [], read_json(work / "warmup.json")
+    try:
+        import triton
+        triton.knobs.compilation.listener = lambda **seen: seen.get("cache_hit") or missed.append(1)
+    except (ImportError, AttributeError):
+        pass  # a Triton without the hook
+    o.forward_tokens, began = report["found_forward_tokens"], time.time()
+    extractor, slot = loaded(o, model_directory(o.model), report["layers"], report["final"])
+    ready = time.time()
+    prepare(extractor)
+    ids = np.random.default_rng(1).integers(0, extractor.decoder.config.vocab_size, o.tokens).astype(np.int32)
+    seconds(extractor, np.split(ids, range(o.max_len, o.tokens, o.max_len)), slot)
+    report["second_process"] = {
+        "load_s": round(ready - began, 2), "first_batch_s": round(time.time() - ready, 2),
+        "triton_compiled": len(missed), "graphs_compiled": counters["inductor"]["fxgraph_cache_miss"]}
+    if missed or counters["inductor"]["fxgraph_cache_miss"]:
+        say("WARNING: a second process compiled again, so every shard will. Are TRITON_CACHE_DIR and "
+            "TORCHINDUCTOR_CACHE_DIR kept between processes?")
+    write_atomic(work / "warmup.json", json.dumps(report, indent=1))
+    return report
+
+
+def warm(o, work):
+    """Loads, compiles, proves, times. Returns the report. Raises Refused or Failed."""
+    path = model_directory(o.model)
+    kept, before = identity(o, path), read_json(work / "warmup.json") or {}
     if o.if_needed and before.get("fingerprint") == kept["fingerprint"]:
         say(f"warm already, see {work / 'warmup.json'}")
         return before
     for name, value in kept["environment"].items():
         print(f"  {name:24} {value}")
-    for problem in (cache_problem(), None if o.allow_slow else slow_kernels(config)):
+    for problem in (cache_problem(), None if o.allow_slow else slow_kernels(text_config(path))):
         if problem:
             raise Refused(problem)
-    plan = SimpleNamespace(layers=layers, final=final, dtype=o.dtype, hidden_size=config.hidden_size)
-    plan.states = lambda: extract.Plan.states(plan)
+    sizes = [o.tokens >> k for k in range(6) if o.tokens >> k >= o.max_len]
+    automatic = o.forward_tokens == "auto"
+    if automatic:  # proved at the smallest size, which fits if any does
+        o.forward_tokens = sizes[-1]
     began = time.time()
-    extractor = extract.Extractor(o, plan, extract.load_decoder(o, path))
-    loaded = time.time()
+    extractor, slot = loaded(o, path, kept["layers"], kept["final"])
+    ready = time.time()
     checks = prepare(extractor)
-    kept |= {"load_s": round(loaded - began, 2), "first_forward_s": round(time.time() - loaded, 2),
+    kept |= {"load_s": round(ready - began, 2), "first_forward_s": round(time.time() - ready, 2),
              "checks": checks, "fills": {}}
     for name, used in checks["kernels"].items():
         print(f"  {name:32} {used}")
-    slot, rng = extract.Slot(plan, o.tokens, extractor.device), np.random.default_rng(0)
+    if automatic:
+        kept["forward_tokens_per_sec"], o.forward_tokens = search(extractor, slot, sizes[::-1])
+        extractor.fill = o.forward_tokens * extractor.cuda
+    kept["found_forward_tokens"], rng = o.forward_tokens, np.random.default_rng(0)
     for name, lengths in fills(o.tokens, o.max_len).items():
-        ids, times = [rng.integers(0, config.vocab_size, n).astype(np.int32) for n in lengths], []
-        for _ in range(2):
-            began = time.time()
-            extractor.batch(ids, slot)
-            torch.cuda.synchronize() if extractor.cuda else None
-            times.append(time.time() - began)
-        cold, hot = (round(seconds, 3) for seconds in times)
-        kept["fills"][name] = {"tokens": sum(lengths), "cold_s": cold, "warm_s": hot}
-        print(f"  {name:12} {sum(lengths):7,} tokens   cold {times[0]:8.2f} s   warm {times[1]:8.2f} s")
+        ids = [rng.integers(0, extractor.decoder.config.vocab_size, n).astype(np.int32) for n in lengths]
+        cold, hot = seconds(extractor, ids, slot), seconds(extractor, ids, slot)
+        kept["fills"][name] = {"tokens": sum(lengths), "cold_s": round(cold, 3), "warm_s": round(hot, 3)}
+        print(f"  {name:12} {sum(lengths):7,} tokens   cold {cold:8.2f} s   warm {hot:8.2f} s")
         if sum(lengths) > o.tokens // 2:
-            kept["tokens_per_sec"] = round(sum(lengths) / times[1], 1)
+            kept["tokens_per_sec"] = round(sum(lengths) / hot, 1)
     kept["peak_gpu_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2) if extractor.cuda else None
     write_atomic(work / "warmup.json", json.dumps(kept, indent=1))
     return kept
@@ -493,6 +600,7 @@ def main(argv=None):
     @dataclass
     class Options(extract.Options):
         if_needed: bool = opt(False, "do nothing if WORK/warmup.json has this model, shape and box")
+        second: bool = opt(False, "only see whether a new process finds everything compiled")
 
     o = parse_options(argv, Options, __doc__)
     work = Path(o.work)
@@ -501,8 +609,18 @@ def main(argv=None):
         extract.check_options(o)
         work.mkdir(parents=True, exist_ok=True)
         with open(work / ".warmup.lock", "w") as lock:  # of several, one compiles and the others find it done
+            if o.second:
+                print(compact(second(o, work)), flush=True)
+                return 0
             fcntl.flock(lock, fcntl.LOCK_EX)
-            print(compact(warm(o, work)), flush=True)
+            report = warm(o, work)
+            print(compact(report), flush=True)
+            if torch.cuda.is_available() and "second_process" not in report:
+                torch._dynamo.reset()  # what it compiled refers to the model, and two would not fit
+                gc.collect()
+                torch.cuda.empty_cache()
+                again = sys.argv[1:] if argv is None else argv
+                return subprocess.run([sys.executable, __file__, *again, "--second"]).returncode
         return 0
     except (Refused, Failed) as e:
         print(f"warm-up {'refused' if e.code == 2 else 'failed'}: {e}", flush=True)

@@ -2,13 +2,14 @@
 
     python tests/bench.py                   (make bench)      a tiny model on this CPU: stages, writing, planning
     python tests/bench.py --gpu             (make bench-gpu)  the Qwen3.6-27B shape with random weights on one GPU
+    python tests/bench.py --gpu --end-to-end                  8 layers of it as a checkpoint, through make
 
 --gpu measures, in one process, the same random model and the same lengths (16 to 4,096 tokens, log-uniform):
 the matrix products of its layers alone, ours forward only, ours as the pipeline that a shard runs (forward,
 concatenation, copy, file in /dev/shm), eager transformers with FLA on padded length-sorted batches, one sample at a
 time with output_hidden_states, and the way this began (545 samples of 60 tokens, a copy a sample and layer, a file a
-sample); then peak memory, compilations after the first batch, and the error against an fp32 reference. Speeds count
-real tokens. The last line is one JSON object. tests/BENCH.md keeps what came out, with machine and date.
+sample); then peak memory, compilations after the first batch, and the error against an fp32 reference; before that,
+the first batch of a process with empty and of one with warm caches. Speeds count real tokens. The last line is one JSON object. tests/BENCH.md keeps what came out, with machine and date.
 """
 
 import argparse
@@ -140,7 +141,7 @@ class Plan(SimpleNamespace):
 def pipeline(x, plan, o, batches, stage):
     """(seconds, growth of host memory in bytes after the third) for `batches` batches as a shard makes them, each
     file removed when it is there."""
-    gone = SimpleNamespace(fatal=None, failed=0, pending=0, add=lambda b, path, crc, excluded: path.unlink())
+    gone = SimpleNamespace(fatal=None, failed=0, pending=0, add=lambda b, path: path.unlink())
     seen = SimpleNamespace(computed=lambda s: None, wait_for_room=lambda w: None)
     slots, writing, memory = [extract.Slot(plan, o.tokens, x.device) for _ in range(2)], [], []
 
@@ -289,7 +290,7 @@ def fidelity(o, layers=16, tokens=2048):
     theirs = torch.cat([warmup.captured(eager, [x]) for x in ids], 1)
     eager.packs = True
     warmup.swap_kernels(ours)
-    warmup.compile_layers(ours)
+    warmup.compile_layers(ours, o.tokens)
     mine = warmup.captured(eager, ids, eager.fill)
     return [
         {str(l): round(warmup.relative(a[i], truth[i]), 5) for i, l in enumerate(which)}
@@ -297,20 +298,21 @@ def fidelity(o, layers=16, tokens=2048):
     ]
 
 
-def ours(a, o, plan, model, batches, floor_s, flop, short):
+def ours(a, o, plan, model, batches, short):
     """What a shard does, timed: forward only, the pipeline, the short samples; memory and compilations."""
     torch.cuda.reset_peak_memory_stats()
     x = extract.Extractor(o, plan, model)
     warmup.swap_kernels(model)
-    warmup.compile_layers(model)
+    warmup.compile_layers(model, o.tokens)
     slot = extract.Slot(plan, o.tokens, x.device)
-    cold = timed(lambda: x.batch(batches[0], slot))
-    print(f"first batch, cold      {cold:9.1f} s", flush=True)
+    x.batch(batches[0], slot)
     count = compilations()
-    forward = timed(lambda: [x.batch(batches[b % 8], slot) for b in range(a.batches)]) / a.batches
-    rate = o.tokens / forward
+    before, flop = gemm_floor(model, o.tokens)  # and after, since the clock of a hot GPU is another
+    forward = timed(lambda: [x.batch(batches[b % 8], slot) for b in range(a.batches // 2)]) / (a.batches // 2)
+    floor_s = (before + gemm_floor(model, o.tokens)[0]) / 2
     print(
-        f"ours, forward          {rate:9,.0f} tokens/s  {flop / forward / 1e12:.0f} TFLOP/s  "
+        f"matrix products alone  {o.tokens / floor_s:9,.0f} tokens/s  {flop / floor_s / 1e12:.0f} TFLOP/s\n"
+        f"ours, forward          {o.tokens / forward:9,.0f} tokens/s  {flop / forward / 1e12:.0f} TFLOP/s  "
         f"{floor_s / forward:.3f} of the matrix products alone",
         flush=True,
     )
@@ -322,87 +324,163 @@ def ours(a, o, plan, model, batches, floor_s, flop, short):
         flush=True,
     )
     short_plan = Plan([short], LAYERS, SHAPE["hidden_size"])
-    ours_short = 545 * 6 / pipeline(x, short_plan, o, 6, stage)[0]
+    ours_short = 545 * 12 / pipeline(x, short_plan, o, 12, stage)[0]
     print(f"ours, 545 x 60         {ours_short:9,.1f} samples/s of 60 tokens", flush=True)
     shutil.rmtree(stage.dir.parent)
     peak, compiled = torch.cuda.max_memory_allocated() / 1e9, count()
     print(f"peak GPU memory {peak:.1f} GB, {compiled} compilations after the first batch", flush=True)
     return {
-        "forward_tokens_per_s": round(rate),
+        "forward_tokens_per_s": round(o.tokens / forward),
         "tflops": round(flop / forward / 1e12, 1),
+        "gemm_floor_tokens_per_s": round(o.tokens / floor_s),
         "gemm_floor_ratio": round(floor_s / forward, 4),
         "pipeline_tokens_per_s": round(o.tokens / piped),
         "pipeline_over_forward": round(forward / piped, 4),
         "samples_per_s_of_60": round(ours_short, 1),
-        "first_batch_cold_s": round(cold, 2),
         "compiles_after_first": compiled,
         "peak_gpu_gb": round(peak, 2),
         "host_rss_growth_gb": round(growth / 1e9, 3),
     }
 
 
+def fresh(a):
+    """Seconds from a loaded model to its first batch, in a process of its own."""
+    command = [sys.executable, __file__, "--gpu", "--first-batch", "--tokens", str(a.tokens)]
+    child = subprocess.run(command, text=True, capture_output=True)
+    if child.returncode:
+        print(child.stderr[-2000:], flush=True)
+        return None
+    return json.loads(child.stdout.splitlines()[-1])["first_batch_s"]
+
+
 def gpu(a):
+    """The table of this file's docstring, and the JSON object."""
     o = extract.Options(tokens=a.tokens, max_len=4096)
-    result = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "transformers": warmup.environment()["transformers"],
-        "tokens_per_batch": o.tokens,
-        "batches": a.batches,
-    }
     began = time.time()
+    if not a.first_batch:
+        with tempfile.TemporaryDirectory() as caches:  # the first process compiles, the second finds it done
+            caches = a.caches or caches
+            os.environ |= {"TRITON_CACHE_DIR": f"{caches}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor"}
+            return compared(a, o, {"first_batch_cold_s": fresh(a), "first_batch_warm_s": fresh(a)})
     model = decoder(max(LAYERS) + 1)
     batches = mix(8, o.tokens, o.max_len, SHAPE["vocab_size"])
     print(f"{len(model.layers)} layers with random weights in {time.time() - began:.0f} s", flush=True)
-    plan = Plan(batches, LAYERS, SHAPE["hidden_size"])
-    if a.first_batch:  # a fresh process with warm caches
-        return first_batch(o, plan, model)
+    return first_batch(o, Plan(batches, LAYERS, SHAPE["hidden_size"]), model)
+
+
+def compared(a, o, fresh_process):
+    """Ours against the other ways, in this process."""
+    print("first batch, cold and warm:", *fresh_process.values(), flush=True)
+    model = decoder(max(LAYERS) + 1)
+    batches = mix(8, o.tokens, o.max_len, SHAPE["vocab_size"])
     samples = [ids for batch in batches for ids in batch]
-    floor_s, flop = gemm_floor(model, o.tokens)
-    print(
-        f"matrix products alone  {o.tokens / floor_s:9,.0f} tokens/s  {flop / floor_s / 1e12:.0f} TFLOP/s",
-        flush=True,
-    )
+    half = [np.resize(samples[0], 512) for _ in range(12)]
     others = {
         "eager, padded": eager_padded(model, samples, o.tokens),
-        "one at a time": one_at_a_time(model, samples[:24]),
+        "one at a time, of 512": one_at_a_time(model, half),
+        "one at a time, mixed": one_at_a_time(model, samples[:16]),
     }
-    short = mix(1, 545 * 60, 60, 1000)[0]
-    short = [np.resize(short[0], 60) for _ in range(545)]
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as d:
-        began_way = per_sample_copies(model, short, Path(d))
+    short = [np.resize(samples[0], 60) for _ in range(545)]
+    began_way = {}
+    for name, folder in (("memory", "/dev/shm"), ("disk", None)):
+        with tempfile.TemporaryDirectory(dir=folder) as d:
+            began_way[name] = per_sample_copies(model, short, Path(d))
     for name, rate in others.items():
         print(f"{name:22} {rate:9,.0f} tokens/s", flush=True)
-    print(f"as it began            {began_way:9,.1f} samples/s of 60 tokens", flush=True)
+    for name, rate in began_way.items():
+        print(f"as it began, to {name:6} {rate:9,.1f} samples/s of 60 tokens", flush=True)
 
-    result |= ours(a, o, plan, model, batches, floor_s, flop, short)
+    result = ours(a, o, Plan(batches, LAYERS, SHAPE["hidden_size"]), model, batches, short)
+    rate, short_rate = result["pipeline_tokens_per_s"], result["samples_per_s_of_60"]
     del model
     torch.cuda.empty_cache()
-    child = subprocess.run(
-        [sys.executable, __file__, "--gpu", "--first-batch", "--tokens", str(a.tokens)],
-        text=True,
-        capture_output=True,
-    )
-    warm = (
-        json.loads(child.stdout.splitlines()[-1]) if child.returncode == 0 else {"first_batch_warm_s": None}
-    )
-    print(
-        f"first batch, warm      {warm['first_batch_warm_s']} s {child.stderr[-300:] if child.returncode else ''}",
-        flush=True,
-    )
     mine, theirs = fidelity(o)
     print("error against fp32 by layer, ours:", mine, "eager:", theirs, flush=True)
     return (
-        result
-        | warm
+        {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "transformers": warmup.environment()["transformers"],
+            "tokens_per_batch": o.tokens,
+            "batches": a.batches,
+        }
+        | result
+        | fresh_process
         | {
-            "vs_eager_padded": round(result["pipeline_tokens_per_s"] / others["eager, padded"], 3),
-            "vs_one_at_a_time": round(result["pipeline_tokens_per_s"] / others["one at a time"], 3),
-            "vs_per_sample_copies": round(result["samples_per_s_of_60"] / began_way, 3),
+            "vs_eager_padded": round(rate / others["eager, padded"], 3),
+            "vs_one_at_a_time": round(rate / others["one at a time, of 512"], 3),
+            "vs_one_at_a_time_mixed": round(rate / others["one at a time, mixed"], 3),
+            "vs_per_sample_copies": round(short_rate / began_way["memory"], 3),
+            "vs_per_sample_copies_to_disk": round(short_rate / began_way["disk"], 3),
             "fidelity_ours": mine,
             "fidelity_eager": theirs,
         }
     )
+
+
+def end_to_end(a):
+    """make warmup extract on an 8-layer checkpoint of that shape, into a local directory; every sample verified."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+
+    root, place = Path(__file__).resolve().parent.parent, Path(tempfile.mkdtemp(dir=a.folder))
+    kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(8)]
+    shape = SHAPE | {"vocab_size": 32000, "bos_token_id": 0, "eos_token_id": 0}
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(
+            Qwen3_5TextConfig(**shape, num_hidden_layers=8, layer_types=kinds)
+        )
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(place / "model")
+    del model
+    torch.cuda.empty_cache()
+    with open(place / "data.jsonl", "w") as f:
+        for batch in mix(a.batches, a.tokens, 4096, 32000):
+            f.writelines(json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in batch)
+    print(f"checkpoint and data in {place}", flush=True)
+    knobs = {
+        "PY": sys.executable,
+        "MODEL": place / "model",
+        "DATA": place / "data.jsonl",
+        "OUT": place / "out",
+        "WORK": place / "work",
+        "TOKENS": a.tokens,
+        "LAYERS": 5,
+        "GPUS": 1,
+    }
+    make = ["make", "--no-print-directory", *(f"{k}={v}" for k, v in knobs.items())]
+    began = time.time()
+    subprocess.run([*make, "warmup"], cwd=root, check=True)
+    warmed, busy, first = time.time(), [], None
+    run = subprocess.Popen([*make, "extract"], cwd=root)
+    while run.poll() is None:
+        time.sleep(0.5)
+        now = extract.read_json(place / "work" / "progress_shard_0.json") or {}
+        if now.get("batch", 0) >= 1 and not first:
+            first = time.time() - warmed
+        if now.get("state") == "running" and now.get("batch", 0) > 3 and now["gpu_busy"]:
+            busy.append(now["gpu_busy"])
+    verify = [sys.executable, root / "tests" / "oracle.py", "--out", place / "out", "--model", place / "model"]
+    verdict = subprocess.run(
+        [*verify, "--samples", "all", "--dtype", "bf16", "--device", "cuda"], text=True, capture_output=True
+    )
+    print(verdict.stdout[-600:], verdict.stderr[-600:])
+    report = extract.read_json(place / "work" / "warmup.json")
+    shutil.rmtree(place)
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "layers": 8,
+        "batches": a.batches,
+        "exit_code": run.returncode,
+        "warmup_s": round(warmed - began, 1),
+        "second_process": report["second_process"],
+        "start_to_first_marked_batch_s": round(first, 1) if first else None,
+        "gpu_busy": max(busy, default=None),
+        "gpu_busy_all": busy[:: max(1, len(busy) // 12)],
+        "every_sample_equals_solo": verdict.returncode == 0,
+        "verdict": (verdict.stdout.splitlines() or [""])[-1],
+    }
 
 
 def first_batch(o, plan, model):
@@ -411,10 +489,10 @@ def first_batch(o, plan, model):
     slot = extract.Slot(plan, o.tokens, x.device)
     began = time.perf_counter()
     warmup.swap_kernels(model)
-    warmup.compile_layers(model)
+    warmup.compile_layers(model, o.tokens)
     x.batch(plan.batches[0], slot)
     sync()
-    return {"first_batch_warm_s": round(time.perf_counter() - began, 2)}
+    return {"first_batch_s": round(time.perf_counter() - began, 2)}
 
 
 def cpu(a):
@@ -467,7 +545,7 @@ def cpu(a):
     big.seconds = 0
     for tensor in big.device.values():
         tensor.normal_()
-    gone = SimpleNamespace(fatal=None, failed=0, pending=0, add=lambda b, path, crc, excluded: path.unlink())
+    gone = SimpleNamespace(fatal=None, failed=0, pending=0, add=lambda b, path: path.unlink())
     seen = SimpleNamespace(computed=lambda s: None, wait_for_room=lambda w: None)
     write = timed(lambda: extract.write_batch(o, wide, stage, gone, seen, threading.Event(), 0, big, []), 3)
     copy = timed(lambda: big.host["hidden_states"].clone(), 3)
@@ -504,14 +582,17 @@ def main():
         "--gpu", action="store_true", help="the 27B shape on one GPU; else a tiny one on the CPU"
     )
     parser.add_argument("--tokens", type=int, default=32768, help="tokens a batch (default: 32768)")
-    parser.add_argument("--batches", type=int, default=20, help="batches that are timed (default: 20)")
+    parser.add_argument("--batches", type=int, default=40, help="batches that are timed (default: 40)")
+    parser.add_argument("--end-to-end", action="store_true", help="make warmup extract on 8 layers of the shape")
+    parser.add_argument("--caches", help="where compiled kernels go, empty for a cold start (default: temporary)")
+    parser.add_argument("--folder", help="where --end-to-end makes its checkpoint (default: a temporary one)")
     parser.add_argument("--first-batch", action="store_true", help="only the first batch of a fresh process")
     parser.add_argument("--out", help="write the JSON object there, too")
     a = parser.parse_args()
     if a.gpu and not torch.cuda.is_available():
         print("--gpu: no GPU here; make bench is the CPU version", file=sys.stderr)
         return 2
-    result = gpu(a) if a.gpu else cpu(a)
+    result = cpu(a) if not a.gpu else end_to_end(a) if a.end_to_end else gpu(a)
     if a.out:
         Path(a.out).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

@@ -823,3 +823,32 @@ def test_an_exclusion_left_by_a_killed_start_is_not_that_of_a_batch_computed_aga
     (staged / "batch_000000.json").write_text('{"0":"bad numbers"}')
     assert run.run() == 0, run.log()
     assert run.markers()[0]["excluded"] == {}
+
+
+# ---- the size of a forward, as warm-up finds it
+
+@pytest.fixture(scope="module")
+def automatic(runs, place):
+    run = runs(data=place.few)
+    run.early, run.words = run.run("--forward-tokens", "auto"), run.log()
+    warmed = subprocess.run([sys.executable, ROOT / "warmup.py", *run.flags("--forward-tokens", "auto")],
+                            text=True, capture_output=True, env=run.env)
+    run.report = json.loads(warmed.stdout.splitlines()[-1])
+    run.code = run.run("--forward-tokens", "auto")
+    return run
+
+
+def test_auto_before_any_warm_up_is_refused_and_says_what_to_run(automatic):
+    assert automatic.early == 2 and "make warmup" in automatic.words, automatic.words
+
+
+def test_auto_takes_the_smallest_size_within_one_percent_of_the_largest(automatic):
+    rates = {int(size): rate for size, rate in automatic.report["forward_tokens_per_sec"].items()}
+    assert sorted(rates) == [512, 1024]
+    assert automatic.report["found_forward_tokens"] == (512 if rates[512] >= 0.99 * rates[1024] else 1024)
+
+
+def test_auto_after_a_warm_up_runs_and_leaves_the_fingerprint_as_it_is(automatic):
+    assert automatic.code == 0, automatic.log()
+    made = json.loads((automatic.out / "manifest.json").read_text())
+    assert made["complete"] and "forward_tokens" not in made
