@@ -136,6 +136,21 @@ def model_directory(name):
                       f"({first_line(e)})") from None
 
 
+def data_files(data):
+    """--data -> its files in order, all of one kind. Raises Refused."""
+    splits, state = (read_json(data / name) or {} for name in ("dataset_dict.json", "state.json"))
+    if splits.get("splits"):
+        raise Refused(f"--data {data} holds splits: give one, {' or '.join(f'{data}/{s}' for s in splits['splits'])}")
+    files = [data / part["filename"] for part in state.get("_data_files", ())]  # saved by `datasets`
+    files = files or [data] * data.is_file() or [
+        f for f in sorted(data.rglob("*")) if f.suffix in (".jsonl", ".parquet") and f.is_file()]
+    kinds = sorted({f.suffix for f in files})
+    if not all(f.is_file() for f in files) or not sum(map(size_of, files)) or len(kinds) > 1:
+        raise Refused(f"--data {data} holds {kinds or 'nothing'}: give JSONL, Parquet, a directory of one of "
+                      "them, or what `datasets` saved, all of it")
+    return files
+
+
 def text_config(path):
     from transformers import AutoConfig
     try:

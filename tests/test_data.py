@@ -961,7 +961,8 @@ def tokenized(encoder, tmp_path):
     """The names, rows and skipped lines that a data file of `lines` gives."""
     def run(*lines):
         (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        samples, names, _ = extract.tokenize(Options(plan_workers=1), encoder().path, tiny.VOCAB,
+        o = Options(data=str(tmp_path / "chat.jsonl"), plan_workers=1)
+        samples, names, _ = extract.tokenize(o, encoder().path, tiny.VOCAB,
                                              [tmp_path / "chat.jsonl"], tmp_path)
         return names, samples["row"].tolist(), [json.loads(line) for line in open(tmp_path / "skipped.jsonl")]
     return run
