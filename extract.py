@@ -120,8 +120,6 @@ def check_options(o):
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "user": "user", "assistant": "assistant",
          "system": "system", "tool": "tool"}  # ShareGPT's `from`
 BEGIN, END = "\ue000", "\ue001"  # private-use characters that stand for a text while the template is probed
-COLUMNS = ("messages conversations system tools id conversation_id uuid "
-           "input_ids loss_mask labels attention_mask").split()  # what is read of a table
 
 class Skip(Exception):
     """One sample is left out: Skip(reason, detail), and with its id once that is known."""
@@ -322,21 +320,6 @@ def encode_part(where, first, row, part):
 SAMPLE = np.dtype([("row", "i8"), ("offset", "i8"), ("length", "i4"), ("supervised", "i4"), ("batch", "i4"),
                    ("start", "i4")])  # offset: first token in tokens.bin; start: first token in the batch
 
-def table_rows(f, parquet):
-    """An open Parquet file, or Arrow stream as `datasets` saves it -> lists of rows, integers as arrays."""
-    if not parquet and os.pread(f.fileno(), 8, max(0, f.seek(0, 2) - 8)) != b"\xff\xff\xff\xff\0\0\0\0":
-        raise pa.ArrowInvalid("its end is missing")  # a torn stream can pass for a shorter one
-    f.seek(0)
-    table = pq.ParquetFile(f) if parquet else pa.ipc.open_stream(f)
-    names = (table.schema_arrow if parquet else table.schema).names
-    names = [name for name in names if name in COLUMNS] or names
-    for batch in table.iter_batches(256, columns=names) if parquet else table:
-        values = [c.to_numpy(zero_copy_only=False) if re.match(r"(large_)?list<\w+: u?int", str(c.type))
-                  and not c.flatten().null_count else c.to_pylist(maps_as_pydicts="lossy")
-                  for c in batch.select(names).columns]
-        rows = [dict(zip(names, row)) for row in zip(*values)]
-        yield from (rows[i:i + 256] for i in range(0, len(rows), 256))
-
 def read_parts(files, base):
     """({"file": …} in a directory, its first row, the part's first row, [line as bytes, or row as dict]).
 
@@ -347,7 +330,7 @@ def read_parts(files, base):
         try:
             with open(file, "rb") as f:
                 lines = file.suffix not in (".parquet", ".arrow") and iter(partial(f.readlines, 1 << 20), [])
-                for part in lines or table_rows(f, file.suffix == ".parquet"):
+                for part in lines or warmup.table_rows(f, file.suffix == ".parquet"):
                     yield where, first, row, part
                     row += len(part)
         except (pa.ArrowException, OSError) as e:
@@ -470,7 +453,7 @@ def make_plan(o, path, vocab_size, files, directory, known):
 
 def get_plan(o, work, path, output):
     """The plan of WORK, made by the shard that comes first. Raises Refused where WORK or OUT hold another."""
-    data, directory, config = Path(o.data), work / "plan", warmup.text_config(path)
+    data, directory, config = Path(o.data), work / "plan", warmup.text_config(path, o.compute_dtype)
     if (slow := warmup.slow_kernels(config)) and not o.allow_slow:
         raise Refused(slow)
     files = warmup.data_files(data)
