@@ -119,6 +119,7 @@ def check_options(o):
 # ------------------------------------------------------------------------------ data: chat to tokens and mask
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "user": "user", "assistant": "assistant",
          "system": "system", "tool": "tool"}  # ShareGPT's `from`
+TEXTS = ("content", "value", "text", "refusal")  # where datasets have what was said
 BEGIN, END = "\ue000", "\ue001"  # private-use characters that stand for a text while the template is probed
 
 class Skip(Exception):
@@ -149,7 +150,7 @@ def conversation(record):
             if turn.get("from") not in ROLES:
                 raise Skip("unreadable", f"unknown speaker {turn.get('from')!r}")
             turn["role"] = ROLES[turn.pop("from")]
-        turn["content"] = as_text(turn.pop("value", turn.get("content")))
+        turn["content"] = as_text(next((turn[key] for key in TEXTS if key in turn), None))
         if "function_call" in turn:  # OpenAI's name before there were several
             turn["tool_calls"] = [{"function": turn.pop("function_call")}]
         for call in (c.get("function", c) for c in turn.get("tool_calls", ())):

@@ -192,6 +192,9 @@ def determined_by(o, path, data, layers, final):
     settings = read_json(path / "tokenizer_config.json") or {}
     template = [f.read_bytes() for f in sorted(path.glob("chat_template.*"))]
     template = template or [settings.pop("chat_template", None)]
+    if "strftime_now" in str(template) and "date_string" not in o.template_args:
+        say("the chat template writes today's date: planned anew on another day, samples differ. Fix it with "
+            f"--template-args '{json.dumps({'date_string': time.strftime('%d %b %Y')})}', if it knows that name")
     tokenizer = [f.read_bytes() for f in sorted([*path.glob("tokenizer.*"), *path.glob("vocab.*")])]
     same = "dtype compute_dtype tokens max_len overlong min_len min_supervised template_args".split()
     return {"weights": sha(*model_parts(path)), "tokenizer": sha(compact(settings), *tokenizer),

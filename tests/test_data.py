@@ -884,8 +884,9 @@ def test_a_single_function_call_is_a_tool_call(encoder):
          {"messages": [user("Go."), says(None, tool_calls=[{"type": "function", "function": call}])]})
 
 
-def test_a_role_with_the_text_under_value_is_not_empty(encoder):
-    same(encoder(), {"conversations": [{"role": "user", "value": "Go."}, {"role": "assistant", "value": "Gone."}]},
+@pytest.mark.parametrize("key", ["value", "text", "refusal"])
+def test_a_role_with_the_text_under_another_key_is_not_empty(encoder, key):
+    same(encoder(), {"conversations": [user("Go."), {"role": "assistant", key: "Gone.", "content": None}]},
          {"messages": [user("Go."), says("Gone.")]})
 
 
@@ -1064,3 +1065,15 @@ def test_a_skipped_line_is_written_down(tokenized):
 def test_names_can_be_written_as_utf_8(tokenized):
     names, _, lines = tokenized({"id": "\ud83d", "messages": CHAT}, {"id": "é", "messages": CHAT})
     assert (names, [line["reason"] for line in lines]) == (["é"], ["unreadable"])
+
+
+# ---- a template that writes the date
+
+def test_a_template_that_writes_today_s_date_is_warned_of(place, tmp_path, capsys):
+    from warmup import determined_by
+    folder = shutil.copytree(place.model, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%d') if not date_string }}" + PLAIN[0])
+    determined_by(Options(), folder, "", [1], False)
+    assert "--template-args '{\"date_string\": \"" in capsys.readouterr().out
+    determined_by(Options(template_args='{"date_string": "26 Jul 2024"}'), folder, "", [1], False)
+    assert not capsys.readouterr().out
