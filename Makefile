@@ -4,7 +4,7 @@
 
 # MODEL: target model, a directory or a hub id
 MODEL ?=
-# DATA: chat or pre-tokenized JSONL, a file or a directory of them
+# DATA: chats or token ids: JSONL or Parquet, a file or a directory, or a saved data set
 DATA ?=
 # OUT: where the states go, s3://bucket/prefix or a directory
 OUT ?=
@@ -162,8 +162,9 @@ restart:  ## the clean restart: stop, clean staging, keep markers, go on
 	$(MAKE) --no-print-directory extract
 
 verify: $(VENV)  ## recompute SAMPLES samples of OUT alone with plain transformers and compare
-	@[ -n '$(OUT)' ] && [ -n '$(MODEL)' ] || { echo 'verify: OUT= and MODEL= must be those of the run'; exit 2; }
-	$(PY) tests/oracle.py --out '$(OUT)' --model '$(MODEL)' --samples '$(SAMPLES)' --dtype '$(DTYPE)' $(if $(DEVICE),--device '$(DEVICE)')
+	@[[ -n '$(OUT)' && -n '$(MODEL)' ]] || { echo 'verify: OUT= and MODEL= must be those of the run'; exit 2; }
+	$(PY) tests/oracle.py --out '$(OUT)' --model '$(MODEL)' --samples '$(SAMPLES)' --dtype '$(DTYPE)' \
+	  $(if $(DEVICE),--device '$(DEVICE)')
 
 # ---- the project itself
 

@@ -998,6 +998,8 @@ SKIPPED = {
                 "No user message asks anything."),
     "a_second_system": ({"messages": [system("S"), system("T"), user("Q"), says("A")]}, "template_refused",
                         "A system message must come first."),
+    "a_late_system": ({"messages": [user("Q"), system("S"), says("A")]}, "template_refused",
+                      "A system message must come first."),
     "an_image": ({"messages": [user(IMAGE), says("A cat.")]}, "unsupported_content", '"type":"image"'),
     "a_number_as_content": ({"messages": [user(3), says("A")]}, "unsupported_content", "3"),
     "no_assistant": ({"messages": [user("Q")]}, "nothing_supervised", "0 turns"),
