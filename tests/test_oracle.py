@@ -280,7 +280,7 @@ def test_memory_that_runs_out_is_a_message_with_the_way_out(right, verify, monke
 @pytest.mark.parametrize("free, dtype", [(10**10, "fp32"), (10**6, "bf16")])
 def test_the_model_runs_in_fp32_where_that_fits(right, verify, monkeypatch, free, dtype):
     monkeypatch.setattr(oracle.psutil, "virtual_memory", lambda: type("Memory", (), {"available": free}))
-    code, said, _ = verify(right, "--device", "cpu", "--samples", "1", "--tolerance", "0.2")
+    code, said, _ = verify(right, "--device", "cpu", "--samples", "1")
     assert code == 0 and f"transformers alone in {dtype} on cpu" in said
 
 
