@@ -209,12 +209,15 @@ def data_files(data):
     if splits.get("splits"):
         raise Refused(f"--data {data} holds splits: give {' or '.join(f'{data}/{s}' for s in splits['splits'])}")
     files = [data / part["filename"] for part in state.get("_data_files", ())]  # saved by `datasets`
-    files = files or [data] * data.is_file() or [
-        f for f in sorted(data.rglob("*")) if f.suffix in (".jsonl", ".parquet") and f.is_file()]
+    below = [] if files else [data] if data.is_file() else [f for f in sorted(data.rglob("*")) if f.is_file()]
+    files += [f for f in below if f == data or f.suffix in (".jsonl", ".parquet")]
     kinds = sorted({f.suffix for f in files})
-    if not all(f.is_file() for f in files) or not sum(map(size_of, files)) or len(kinds) > 1:
+    if (not all(f.is_file() for f in files) or not sum(map(size_of, files)) or len(kinds) > 1
+            or state.get("_indices_data_files")):  # in which old versions kept another order of the rows
         raise Refused(f"--data {data} holds {kinds or 'nothing'}: give JSONL, Parquet, a directory of one of "
-                      "them, or what `datasets` saved, all of it")
+                      "them, or what `datasets` saved, all of it and without indices")
+    if others := sorted({*below} - {*files}):
+        say(f"--data {data}: {len(files)} files are read, not these {len(others)}: {[f.name for f in others[:5]]}")
     return files
 
 

@@ -220,3 +220,21 @@ def test_a_table_that_is_touched_is_the_same_run_and_one_that_changes_is_not(pla
     changed = READY[:-1] + [READY[0]]
     other = write(tmp_path / "three", changed) if write is saved else write(tmp_path / "three.parquet", changed)
     assert planned(other)[2].fingerprint != before.fingerprint
+
+
+def test_a_saved_dataset_with_indices_is_refused(planned, tmp_path):
+    folder = saved(tmp_path / "saved", READY)
+    state = json.loads((folder / "state.json").read_text()) | {"_indices_data_files": [{"filename": "indices.arrow"}]}
+    (folder / "state.json").write_text(json.dumps(state))
+    with pytest.raises(Refused, match="without indices"):
+        planned(folder)
+
+
+def test_files_of_a_directory_that_are_not_read_are_named(planned, tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    lines(tmp_path / "data/a.jsonl", READY)
+    planned(tmp_path / "data")
+    assert "files are read" not in capsys.readouterr().out
+    (tmp_path / "data/b.jsonl.gz").write_bytes(b"x")
+    planned(tmp_path / "data")
+    assert "1 files are read, not these 1: ['b.jsonl.gz']" in capsys.readouterr().out
