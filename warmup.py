@@ -193,8 +193,9 @@ def determined_by(o, path, data, layers, final):
     template = [f.read_bytes() for f in sorted(path.glob("chat_template.*"))]
     template = template or [settings.pop("chat_template", None)]
     if "strftime_now" in str(template) and "date_string" not in o.template_args:
-        say("the chat template writes today's date: planned anew on another day, samples differ. Fix it with "
-            f"--template-args '{json.dumps({'date_string': time.strftime('%d %b %Y')})}', if it knows that name")
+        today = json.dumps({"date_string": time.strftime("%d %b %Y")})
+        say("the chat template writes today's date: planned anew on another day, samples differ. Where it knows "
+            f"that name, fix it with --template-args '{today}'")
     tokenizer = [f.read_bytes() for f in sorted([*path.glob("tokenizer.*"), *path.glob("vocab.*")])]
     same = "dtype compute_dtype tokens max_len overlong min_len min_supervised template_args".split()
     return {"weights": sha(*model_parts(path)), "tokenizer": sha(compact(settings), *tokenizer),
@@ -207,7 +208,8 @@ def data_files(data):
     """--data -> its files in order, all of one kind. Raises Refused."""
     splits, state = (read_json(data / name) or {} for name in ("dataset_dict.json", "state.json"))
     if splits.get("splits"):
-        raise Refused(f"--data {data} holds splits: give {' or '.join(f'{data}/{s}' for s in splits['splits'])}")
+        which = " or ".join(f"{data}/{name}" for name in splits["splits"])
+        raise Refused(f"--data {data} holds splits: give {which}")
     files = [data / part["filename"] for part in state.get("_data_files", ())]  # saved by `datasets`
     below = [] if files else [data] if data.is_file() else [f for f in sorted(data.rglob("*")) if f.is_file()]
     files += [f for f in below if f == data or f.suffix in (".jsonl", ".parquet")]
@@ -217,13 +219,14 @@ def data_files(data):
         raise Refused(f"--data {data} holds {kinds or 'nothing'}: give JSONL, Parquet, a directory of one of "
                       "them, or what `datasets` saved, all of it and without indices")
     if others := sorted({*below} - {*files}):
-        say(f"--data {data}: {len(files)} files are read, not these {len(others)}: {[f.name for f in others[:5]]}")
+        names = ", ".join(f.name for f in others[:5])
+        say(f"--data {data}: {len(files)} files are read, {len(others)} are not: {names}")
     return files
 
 
 def table_rows(f, parquet):
     """An open Parquet file, or Arrow stream as `datasets` saves it -> lists of rows, integers as arrays."""
-    if not parquet and os.pread(f.fileno(), 8, max(0, f.seek(0, 2) - 8)) != b"\xff\xff\xff\xff\0\0\0\0":
+    if not parquet and os.pread(f.fileno(), 8, max(0, f.seek(0, 2) - 8)) != b"\xff" * 4 + b"\0" * 4:
         raise pa.ArrowInvalid("its end is missing")  # a torn stream can pass for a shorter one
     f.seek(0)
     table = pq.ParquetFile(f) if parquet else pa.ipc.open_stream(f)

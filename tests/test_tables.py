@@ -237,4 +237,4 @@ def test_files_of_a_directory_that_are_not_read_are_named(planned, tmp_path, cap
     assert "files are read" not in capsys.readouterr().out
     (tmp_path / "data/b.jsonl.gz").write_bytes(b"x")
     planned(tmp_path / "data")
-    assert "1 files are read, not these 1: ['b.jsonl.gz']" in capsys.readouterr().out
+    assert "1 files are read, 1 are not: b.jsonl.gz" in capsys.readouterr().out
