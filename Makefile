@@ -4,7 +4,7 @@
 
 # MODEL: target model, a directory or a hub id
 MODEL ?=
-# DATA: chat or pre-tokenized JSONL, a file or a directory of them
+# DATA: chats or token ids: JSONL or Parquet, a file or a directory, or a saved data set
 DATA ?=
 # OUT: where the states go, s3://bucket/prefix or a directory
 OUT ?=
@@ -30,12 +30,16 @@ PORT ?= 9123
 ARGS ?=
 # SAMPLES: samples that `make verify` recomputes, or all
 SAMPLES ?= 100
+# DTYPE: how `make verify` runs the model, fp32 or bf16; auto: fp32 where it fits into memory
+DTYPE ?= auto
+# DEVICE: where `make verify` runs it, cpu or cuda; empty: a GPU if there is one
+DEVICE ?=
 # SHARD: whose log `make logs` follows
 SHARD ?= 0
 # PY: the Python that runs everything; set it to use an environment of your own instead of .venv
 PY ?= .venv/bin/python
 
-KNOBS := MODEL DATA OUT GPUS WORK STAGE LAYERS TOKENS MAX_LEN UPLOADS UPLOAD_MBPS PORT ARGS SAMPLES SHARD PY
+KNOBS := MODEL DATA OUT GPUS WORK STAGE LAYERS TOKENS MAX_LEN UPLOADS UPLOAD_MBPS PORT ARGS SAMPLES DTYPE DEVICE SHARD PY
 SHAPE = --model '$(MODEL)' --work '$(WORK)' --layers '$(LAYERS)' --tokens '$(TOKENS)' --max-len '$(MAX_LEN)'
 FLAGS = $(SHAPE) --data '$(DATA)' --out '$(OUT)' --stage '$(STAGE)' --uploads '$(UPLOADS)' \
         --upload-mbps '$(UPLOAD_MBPS)' --num-shards '$(GPUS)'
@@ -157,9 +161,10 @@ restart:  ## the clean restart: stop, clean staging, keep markers, go on
 	$(MAKE) --no-print-directory clean-shm
 	$(MAKE) --no-print-directory extract
 
-verify: $(VENV)  ## recompute SAMPLES samples of a local OUT alone with plain transformers and compare
-	@[[ -n '$(OUT)' && '$(OUT)' != s3://* ]] || { echo 'verify: OUT= must be a local directory (aws s3 sync fetches one)'; exit 2; }
-	$(PY) tests/oracle.py --out '$(OUT)' --model '$(MODEL)' --samples '$(SAMPLES)'
+verify: $(VENV)  ## recompute SAMPLES samples of OUT alone with plain transformers and compare
+	@[[ -n '$(OUT)' && -n '$(MODEL)' ]] || { echo 'verify: OUT= and MODEL= must be those of the run'; exit 2; }
+	$(PY) tests/oracle.py --out '$(OUT)' --model '$(MODEL)' --samples '$(SAMPLES)' --dtype '$(DTYPE)' \
+	  $(if $(DEVICE),--device '$(DEVICE)')
 
 # ---- the project itself
 

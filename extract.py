@@ -39,10 +39,11 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 import monitor
@@ -61,7 +62,7 @@ KINDS = {"bf16": ("BF16", torch.bfloat16), "fp32": ("F32", torch.float32),
 class Options:
     """Every flag; its default is the field's, and a number outside of its range is refused."""
     model: str = opt("", "target model: a local directory or a hub id")
-    data: str = opt("", "chat or pre-tokenized JSONL: a file, or a directory of *.jsonl")
+    data: str = opt("", "chats or token ids: JSONL, Parquet or a directory of it, or saved by `datasets`")
     out: str = opt("", "where the states go: s3://bucket/prefix or a local directory")
     work: str = opt("work", "work directory: plan, markers, progress, logs")
     stage: str = opt("/dev/shm/hidden-states", "staging directory, best in memory")
@@ -120,6 +121,7 @@ def check_options(o):
 # ------------------------------------------------------------------------------ data: chat to tokens and mask
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "user": "user", "assistant": "assistant",
          "system": "system", "tool": "tool"}  # ShareGPT's `from`
+TEXTS = ("content", "value", "text", "refusal")  # where datasets have what was said
 BEGIN, END = "\ue000", "\ue001"  # private-use characters that stand for a text while the template is probed
 
 class Skip(Exception):
@@ -134,27 +136,32 @@ def as_text(content):
             raise Skip("unsupported_content", f"content that is not text: {compact(part)[:80]}")
     return "".join(part["text"] for part in parts)
 
+def without_nulls(value, but=()):
+    """Dictionaries without the nulls that tables fill in; below the keys of `but` null is a value."""
+    if isinstance(value, dict):
+        return {k: v if k in but else without_nulls(v, but) for k, v in value.items() if v is not None}
+    return [without_nulls(v, but) for v in value] if isinstance(value, list) else value
+
 def conversation(record):
     """One line of data -> (messages, tools) as chat templates take them. Raises Skip."""
-    turns, messages = record.get("messages") or record.get("conversations"), []
+    turns = without_nulls(record.get("messages") or record.get("conversations"), ("arguments",))
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise Skip("unreadable", "no list under messages or conversations, and no input_ids")
+        raise Skip("unreadable", f"no list under messages or conversations, no input_ids: {list(record)[:9]}")
     for turn in turns:
         if "role" not in turn:
             if turn.get("from") not in ROLES:
                 raise Skip("unreadable", f"unknown speaker {turn.get('from')!r}")
-            turn = turn | {"role": ROLES[turn["from"]], "content": turn.get("value")}
-        turn = {k: v for k, v in turn.items() if k not in ("from", "value")}
-        turn["content"] = as_text(turn.get("content"))
-        if turn.get("tool_calls"):  # arguments as a dict and as its JSON text are the same call
-            for call in (c.get("function", c) for c in turn["tool_calls"]):
-                if isinstance(call.get("arguments"), str):
-                    call["arguments"] = json.loads(call["arguments"] or "{}")
-        messages.append(turn)
-    if record.get("system") and [m["role"] for m in messages[:1]] != ["system"]:
-        messages.insert(0, {"role": "system", "content": as_text(record["system"])})
+            turn["role"] = ROLES[turn.pop("from")]
+        turn["content"] = as_text(next((turn[key] for key in TEXTS if key in turn), None))
+        if "function_call" in turn:  # OpenAI's name before there were several
+            turn["tool_calls"] = [{"function": turn.pop("function_call")}]
+        for call in (c.get("function", c) for c in turn.get("tool_calls", ())):
+            if isinstance(call.get("arguments"), str):  # a dict and its JSON text are the same call
+                call["arguments"] = json.loads(call["arguments"] or "{}")
+    if record.get("system") and [m["role"] for m in turns[:1]] != ["system"]:
+        turns.insert(0, {"role": "system", "content": as_text(record["system"])})
     tools = record.get("tools") or None
-    return messages, json.loads(tools) if isinstance(tools, str) else tools
+    return turns, json.loads(tools) if isinstance(tools, str) else tools
 
 class Encoder:
     """One line of data -> token ids and loss mask, by the model's own tokenizer and chat template.
@@ -244,28 +251,33 @@ class Encoder:
         text = self.render(messages, tools)
         coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         begins = np.array(coded["offset_mapping"], np.int64).reshape(-1, 2)[:, 0]
-        mask, found = np.zeros(len(begins), np.uint8), 0
-        for turn in self.turns(messages, tools, text):
+        mask, found, turns = np.zeros(len(begins), np.uint8), 0, self.turns(messages, tools, text)
+        asked = [m.get("weight", 1) and m.get("loss", 1) for m in messages if m["role"] == "assistant"]
+        if not all(asked):  # which turn is whose is known where all are located
+            turns = [turn for turn, wanted in zip(turns, asked) if wanted and len(turns) == len(asked)]
+        for turn in turns:
             first, last = np.searchsorted(begins, turn)  # a token that begins before the turn is not in it
             mask[first:last] = 1
             found += first < last
-        return coded["input_ids"], mask, max(0, sum(m["role"] == "assistant" for m in messages) - found)
+        return coded["input_ids"], mask, max(0, sum(map(bool, asked)) - found)
 
     def pretokenized(self, record):
-        ids, mask = record["input_ids"], record.get("loss_mask")
-        mask = [1] * len(ids) if mask is None else mask
-        if not all(isinstance(x, list) and all(type(i) is int for i in x) for x in (ids, mask)):
-            raise Skip("unreadable", "input_ids and loss_mask must be lists of integers")
-        if len(mask) != len(ids) or not set(mask) <= {0, 1}:
-            values = str(sorted(set(mask)))[:40]
+        get = lambda key, other: other if record.get(key) is None else np.asarray(record[key])
+        ids = get("input_ids", None)
+        mask = get("loss_mask", get("labels", ids) != -100)
+        real = get("attention_mask", ids != -100)  # where it is 0 there is padding
+        if any(x.ndim != 1 or x.size and x.dtype.kind not in "iub" for x in (ids, mask, real)):
+            raise Skip("unreadable", "input_ids and masks must be lists of integers")
+        if not len(mask) == len(real) == len(ids) or not set(mask.tolist()) <= {0, 1}:
+            values = str(sorted(set(mask.tolist())))[:40]
             raise Skip("unreadable", f"loss_mask of {len(mask)} values {values}, {len(ids)} input_ids")
-        return ids, mask, 0
+        return ids[real > 0], mask[real > 0], 0
 
     def encode(self, line):
-        """bytes -> (id or None, ids int32 [n], mask uint8 [n], lost turns); or Skip(reason, detail, id)"""
+        """bytes or dict -> (id or None, ids int32 [n], mask uint8 [n], lost turns); or Skip(reason, …, id)"""
         name, o = None, self.o
         try:
-            record = dict(json.loads(line))
+            record = dict(json.loads(line)) if isinstance(line, bytes) else without_nulls(line)
             names = [record.get(key) for key in ("id", "conversation_id", "uuid")]
             name = next((str(n) for n in names if n is not None), None)
             (name or "").encode()  # an id with a lone surrogate fits into no index
@@ -279,7 +291,7 @@ class Encoder:
                     (n > o.max_len and o.overlong == "skip", "too_long", f"{n} tokens"),
                     (n < o.min_len, "too_short", f"{n} tokens"),
                     (low < 0 or high >= self.vocab_size, "id_out_of_range", f"{low} to {high}"),
-                    (mask.sum() < o.min_supervised, "nothing_supervised", f"{lost} turns lost")):
+                    (mask.sum() < o.min_supervised, "nothing_supervised", f"{n} tokens, {lost} turns lost")):
                 if wrong:
                     raise Skip(reason, detail)
             return name, ids.astype(np.int32), mask, lost
@@ -294,28 +306,38 @@ def start_encoder(*args):
     if parent := multiprocessing.parent_process():  # a worker does not outlive a killed shard
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
-def encode_lines(chunk):
-    """[(row, line number, bytes)] -> [(row, line number, what Encoder.encode gives, or its Skip)]"""
-    def one(line):
-        try:
-            return ENCODER.encode(line)
-        except Skip as e:
-            return e
-    return [(row, number, one(line)) for row, number, line in chunk]
+def encode_part(where, first, row, part):
+    """A part from read_parts -> [(row, name, ids and mask as bytes, lost turns)], [what was skipped]"""
+    good, bad = [], []
+    for row, line in enumerate(part, row):
+        if not isinstance(line, bytes) or (line := line.removeprefix(b"\xef\xbb\xbf")).strip():
+            try:
+                name, ids, mask, lost = ENCODER.encode(line)
+                good.append((row, name or str(row), ids.tobytes(), mask.tobytes(), lost))
+            except Skip as e:
+                why = dict(zip(("reason", "detail", "id"), e.args))
+                bad.append(where | {"line": row - first + 1, "row": row} | why)
+    return good, bad
 
 # --------------------------------------------------------------------------------------------------- the plan
 SAMPLE = np.dtype([("row", "i8"), ("offset", "i8"), ("length", "i4"), ("supervised", "i4"), ("batch", "i4"),
                    ("start", "i4")])  # offset: first token in tokens.bin; start: first token in the batch
 
-def read_lines(files):
-    """(row, line number, bytes); rows count all lines of all files from 0; blank ones are left out."""
+def read_parts(files, base):
+    """({"file": …} in a directory, its first row, the part's first row, [line as bytes, or row as dict]).
+
+    A part has about 1 MB or 256 rows. Rows count all lines of all files from 0. Raises Refused."""
     row = 0
     for file in files:
-        with open(file, "rb") as f:
-            for number, line in enumerate(f, 1):
-                if (line := line.removeprefix(b"\xef\xbb\xbf")).strip():
-                    yield row, number, line
-                row += 1
+        first, where = row, {"file": str(file.relative_to(base))} if file != base else {}
+        try:
+            with open(file, "rb") as f:
+                lines = file.suffix not in (".parquet", ".arrow") and iter(partial(f.readlines, 1 << 20), [])
+                for part in lines or warmup.table_rows(f, file.suffix == ".parquet"):
+                    yield where, first, row, part
+                    row += len(part)
+        except (pa.ArrowException, OSError) as e:
+            raise Refused(f"{file} cannot be read after {row - first} rows: {first_line(e)}") from None
 
 def pack(lengths, capacity, window=8):
     """First-fit over a bounded window of open batches, in the order given: lengths -> batches, int32 [n]."""
@@ -380,41 +402,35 @@ def tokenize(o, path, vocab_size, files, directory):
     """The data -> tokens.bin, loss_mask.bin, skipped.jsonl; returns (SAMPLE [n], ids, counts)."""
     from tqdm import tqdm
     samples, names, skipped, lost, offset, pending = [], [], Counter(), 0, 0, deque()
-    workers, lines = o.plan_workers or min(8, os.cpu_count()), read_lines(files)
-    encoder = o, path, vocab_size
-    start_encoder(*encoder)
-    pool, spawn = None, multiprocessing.get_context("spawn")
+    workers, parts = o.plan_workers or min(8, os.cpu_count()), read_parts(files, Path(o.data))
+    start_encoder(o, path, vocab_size)
+    pool, context = None, multiprocessing.get_context("spawn")
     if workers > 1 and sum(f.stat().st_size for f in files) > 8 << 20:  # less is done before they start
-        pool = ProcessPoolExecutor(workers, spawn, start_encoder, encoder)
+        pool = ProcessPoolExecutor(workers, context, start_encoder, (o, path, vocab_size))
     with pool or nullcontext(), open(directory / "tokens.bin", "wb") as tokens, \
             open(directory / "loss_mask.bin", "wb") as masks, open(directory / "skipped.jsonl", "w") as out, \
             tqdm(desc="tokenize", unit=" samples", mininterval=5) as bar:
         while True:
-            while len(pending) < 3 * workers and (chunk := list(islice(lines, 512))):  # not all of it
-                todo = pool.submit(encode_lines, chunk).result if pool else partial(encode_lines, chunk)
-                pending.append(todo)
+            while len(pending) < 3 * workers and (part := next(parts, None)):  # not all of it
+                job = partial(encode_part, *part)
+                pending.append(pool.submit(job).result if pool else job)
             if not pending:
                 break
-            for row, number, result in pending.popleft()():
-                bar.update()
-                if isinstance(result, Skip):
-                    why = dict(zip(("reason", "detail", "id"), result.args))
-                    skipped[why["reason"]] += 1
-                    out.write(compact({"line": number, "row": row} | why) + "\n")
-                    continue
-                name, ids, mask, unlocated = result
-                tokens.write(ids.tobytes())
-                masks.write(mask.tobytes())
-                samples.append((row, offset, len(ids), mask.sum(), 0, 0))
-                names.append(str(row) if name is None else name)
-                offset, lost = offset + len(ids), lost + unlocated
+            good, bad = pending.popleft()()
+            for row, name, ids, mask, unlocated in good:
+                tokens.write(ids)
+                masks.write(mask)
+                samples.append((row, offset, len(mask), mask.count(1), 0, 0))
+                names.append(name)
+                offset, lost = offset + len(mask), lost + unlocated
+            out.writelines(compact(line) + "\n" for line in bad)
+            skipped.update(line["reason"] for line in bad)
+            bar.update(len(good) + len(bad))
     counts = {"skipped": skipped.total(), "skipped_by_reason": dict(skipped), "turns_lost": lost}
     return np.array(samples, SAMPLE), names, counts
 
 def make_plan(o, path, vocab_size, files, directory, known):
     """RESUME CONTRACT: plan.json comes last; without it the plan is made again from nothing."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
     (directory / "plan.json").unlink(missing_ok=True)
     samples, names, counts = tokenize(o, path, vocab_size, files, directory)
     if not len(samples):
@@ -440,12 +456,10 @@ def make_plan(o, path, vocab_size, files, directory, known):
 
 def get_plan(o, work, path, output):
     """The plan of WORK, made by the shard that comes first. Raises Refused where WORK or OUT hold another."""
-    data, directory, config = Path(o.data), work / "plan", warmup.text_config(path)
+    data, directory, config = Path(o.data), work / "plan", warmup.text_config(path, o.compute_dtype)
     if (slow := warmup.slow_kernels(config)) and not o.allow_slow:
         raise Refused(slow)
-    files = sorted(data.rglob("*.jsonl")) if data.is_dir() else [data] * data.is_file()
-    if not sum(f.stat().st_size for f in files):
-        raise Refused(f"--data {o.data}: no line of *.jsonl data in it")
+    files = warmup.data_files(data)
     layers, final = warmup.layer_ids(o.layers, config.num_hidden_layers), o.final or o.layers == "eagle3"
     inputs = [[f.name, *stamp(f)] for f in files]
     in_use = open(directory / ".in_use", "a")  # shared by every running shard: its plan is mapped into memory
@@ -773,7 +787,7 @@ def run(o, work, progress, stop):
     """One shard, from the plan to its last marker. Raises Refused, Failed or Stopped."""
     check_options(o)
     if not Path(o.data).exists():
-        raise Refused(f"--data {o.data}: no such file or directory. Give JSONL, or a directory of *.jsonl")
+        raise Refused(f"--data {o.data}: no such file or directory")
     path, abort = warmup.model_directory(o.model), threading.Event()
     try:
         aws_config = work / "aws" / ("plan.config" if o.plan_only else f"shard_{o.shard}.config")

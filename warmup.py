@@ -29,6 +29,8 @@ from pathlib import Path
 from types import MethodType, SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
 
@@ -138,12 +140,19 @@ def model_directory(name):
                       f"({first_line(e)})") from None
 
 
-def text_config(path):
+def text_config(path, compute=None):
+    """The text part of a model's config; with `compute`, --compute-dtype is looked at, too. Raises Refused."""
     from transformers import AutoConfig
     try:
-        return AutoConfig.from_pretrained(path).get_text_config()
+        config = AutoConfig.from_pretrained(path)
     except Exception as e:
         raise Refused(f"{path}/config.json cannot be used: {first_line(e)}") from None
+    if getattr(config, "quantization_config", None) and compute == "fp32":
+        raise Refused(f"the weights in {path} are quantized and run in bf16 only: use --compute-dtype bf16")
+    text = config.get_text_config()
+    if torch.float16 in (config.dtype, text.dtype) and compute == "bf16":
+        say(f"{path} has float16 weights: bf16 keeps 8 of their 11 bits, --compute-dtype fp32 keeps them all")
+    return text
 
 
 def layer_ids(rule, depth):
@@ -185,11 +194,53 @@ def determined_by(o, path, data, layers, final):
     settings = read_json(path / "tokenizer_config.json") or {}
     template = [f.read_bytes() for f in sorted(path.glob("chat_template.*"))]
     template = template or [settings.pop("chat_template", None)]
+    if "strftime_now" in str(template) and "date_string" not in o.template_args:
+        today = json.dumps({"date_string": time.strftime("%d %b %Y")})
+        say("the chat template writes today's date: planned anew on another day, samples differ. Where it knows "
+            f"that name, fix it with --template-args '{today}'")
     tokenizer = [f.read_bytes() for f in sorted([*path.glob("tokenizer.*"), *path.glob("vocab.*")])]
     same = "dtype compute_dtype tokens max_len overlong min_len min_supervised template_args".split()
     return {"weights": sha(*model_parts(path)), "tokenizer": sha(compact(settings), *tokenizer),
             "chat_template": sha(*template), "data": data, "layers": layers, "final": final} | {
             name: getattr(o, name) for name in same}
+
+
+# --------------------------------------------------------------------------------------------------- the data
+def data_files(data):
+    """--data -> its files in order, all of one kind. Raises Refused."""
+    splits, state = (read_json(data / name) or {} for name in ("dataset_dict.json", "state.json"))
+    if splits.get("splits"):
+        which = " or ".join(f"{data}/{name}" for name in splits["splits"])
+        raise Refused(f"--data {data} holds splits: give {which}")
+    files = [data / part["filename"] for part in state.get("_data_files", ())]  # saved by `datasets`
+    below = [] if files else [data] if data.is_file() else [f for f in sorted(data.rglob("*")) if f.is_file()]
+    files += [f for f in below if f == data or f.suffix in (".jsonl", ".parquet")]
+    kinds = sorted({f.suffix for f in files})
+    if (not all(f.is_file() for f in files) or not sum(map(size_of, files)) or len(kinds) > 1
+            or state.get("_indices_data_files")):  # in which old versions kept another order of the rows
+        raise Refused(f"--data {data} holds {kinds or 'nothing'}: give JSONL, Parquet, a directory of one of "
+                      "them, or what `datasets` saved, all of it and without indices")
+    if others := sorted({*below} - {*files}):
+        names = ", ".join(f.name for f in others[:5])
+        say(f"--data {data}: {len(files)} files are read, {len(others)} are not: {names}")
+    return files
+
+
+def table_rows(f, parquet):
+    """An open Parquet file, or Arrow stream as `datasets` saves it -> lists of rows, integers as arrays."""
+    if not parquet and os.pread(f.fileno(), 8, max(0, f.seek(0, 2) - 8)) != b"\xff" * 4 + b"\0" * 4:
+        raise pa.ArrowInvalid("its end is missing")  # a torn stream can pass for a shorter one
+    f.seek(0)
+    table = pq.ParquetFile(f) if parquet else pa.ipc.open_stream(f)
+    names = (table.schema_arrow if parquet else table.schema).names
+    names = [name for name in names if name in "messages conversations system tools id conversation_id uuid "
+             "input_ids loss_mask labels attention_mask".split()] or names
+    for batch in table.iter_batches(256, columns=names) if parquet else table:
+        values = [c.to_numpy(zero_copy_only=False) if re.match(r"(large_)?list<\w+: u?int", str(c.type))
+                  and not c.flatten().null_count else c.to_pylist(maps_as_pydicts="lossy")
+                  for c in batch.select(names).columns]
+        rows = [dict(zip(names, row)) for row in zip(*values)]
+        yield from (rows[i:i + 256] for i in range(0, len(rows), 256))
 
 
 # ------------------------------------------------------------------------------------------------ the kernels
@@ -473,7 +524,7 @@ def fills(tokens, max_len):
 
 def identity(o, path):
     """What a warm-up is good for: model, shape and box, and their fingerprint."""
-    config = text_config(path)
+    config = text_config(path, o.compute_dtype)
     layers, final = layer_ids(o.layers, config.num_hidden_layers), o.final or o.layers == "eagle3"
     shape = ("dtype", "compute_dtype", "tokens", "max_len", "forward_tokens", "samples_per_forward", "eager",
              "allow_slow")

@@ -2,11 +2,11 @@
 
     python tests/oracle.py --out OUT --model MODEL [--samples 100|all] [--data chat.jsonl]
 
-OUT is a local output directory (manifest.json, index.parquet, batches/). Samples are drawn, run one at a
-time through untouched transformers, and compared with what is stored. All files are checked against each
-other, the index and the manifest. --data compares token ids with those of the chat template (row r is line r
-of a JSONL file). Of an output too large to fetch, fetch manifest.json, index.parquet, some batches, and add
---partial.
+OUT is an output (manifest.json, index.parquet, batches/), a local directory or s3://bucket/prefix; of one in S3
+as many whole batches are fetched as hold the samples. Samples are drawn, run one at a time through untouched
+transformers, and compared with what is stored. All files are checked against each other, the index and the
+manifest. --data compares token ids with those of the chat template (row r is line r of a JSONL file). With
+--partial, batches that are not there are no fault.
 
 Exit codes: 0 all agree; 1 something does not, and is named; 2 an input is missing or unreadable.
 """
@@ -15,15 +15,21 @@ import json
 import random
 import statistics
 import sys
+import tempfile
+from collections import Counter
 from pathlib import Path
 
+import psutil
 import pyarrow.parquet as pq
 import torch
 from safetensors import SafetensorError, safe_open
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from export import OutputError, open_output
+
 # Largest relative error by the stored dtype, when both sides compute in fp32. Computing in bf16 errs more
-# than storing in it: an output computed in bf16 is allowed BF16_COMPUTE (sound dense models: 0.02 to 0.05;
-# with experts, whose routing flips, it takes a larger --tolerance).
+# than storing in it: where either side computes in bf16, BF16_COMPUTE is allowed (sound dense models: 0.02 to
+# 0.05; with experts, whose routing flips, it takes a larger --tolerance).
 TOLERANCE = {"fp32": 1e-4, "bf16": 4e-3, "fp8": 0.1}
 BF16_COMPUTE = 0.1
 STORED = {"fp32": "F32", "bf16": "BF16", "fp8": "F8_E4M3"}  # safetensors' names
@@ -168,11 +174,54 @@ def check_files(out, manifest, rows, excluded, partial):
     return sound, problems
 
 
+def fetch(url, samples, seed, folder):
+    """Fetch of an output in S3 into `folder` manifest, index, and batches, drawn with `seed`, until they hold
+    `samples` samples (None: all). Batches that an unfinished run has not written yet are left out.
+
+    Raises OutputError in the words of `aws`, FileNotFoundError for an object that should be there."""
+    output, held = open_output(url), 0
+
+    def get(key):
+        (folder / key).parent.mkdir(exist_ok=True)
+        try:
+            output.aws("s3", "cp", f"{output}/{key}", str(folder / key), "--only-show-errors", deadline=3600.0)
+        except OutputError as error:
+            if "404" not in str(error):
+                raise
+            raise FileNotFoundError(f"no object {output}/{key}") from None
+    for key in ("manifest.json", "index.parquet"):
+        get(key)
+    complete = json.loads((folder / "manifest.json").read_text()).get("complete")
+    sizes = Counter(pq.read_table(folder / "index.parquet")["batch"].to_pylist())
+    for batch in random.Random(seed).sample(sorted(sizes), len(sizes)):
+        if samples is not None and held >= samples:
+            break
+        try:
+            get(f"batches/batch_{batch:06d}.safetensors")
+            held += sizes[batch]
+        except FileNotFoundError:
+            if complete:
+                raise
+    print(f"fetched batches of {held:,} samples from {output}")
+
+
+def fitting_dtype(model, manifest, device):
+    """fp32 where a checkpoint's weights, mostly of 2 bytes, fit into memory with 4; else bf16, and for quantized
+    weights, which run in nothing else."""
+    config, weights = Path(model) / "config.json", Path(model).glob("*.safetensors")
+    if not config.is_file():  # of a hub model, what the run did
+        return manifest.get("compute_dtype", "fp32")
+    on_gpu = str(device).startswith("cuda")
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
+    fits = 2 * sum(file.stat().st_size for file in weights) < 0.8 * free
+    return "fp32" if fits and "quantization_config" not in json.loads(config.read_text()) else "bf16"
+
+
 def check(out, model, samples=None, seed=0, dtype="fp32", tolerance=None, data=None, tokenizer=None,
           partial=False, device="cpu"):
     """Check output directory `out` against `model`, a checkpoint directory or what `load_model` gave for it.
 
-    samples: how many to draw with `seed`, None for all. dtype: fp32 or bf16, for loading. tolerance: the
+    samples: how many to draw with `seed`, None for all. dtype: fp32, bf16 or auto, for loading. tolerance: the
     largest relative error, None for TOLERANCE's. data: JSONL file to compare token ids with (beside a loaded
     model, give its tokenizer too). partial: only the batches that are there.
 
@@ -183,9 +232,13 @@ def check(out, model, samples=None, seed=0, dtype="fp32", tolerance=None, data=N
     manifest = json.loads((out / "manifest.json").read_text())
     rows = pq.read_table(out / "index.parquet").to_pylist()
     layers, final = manifest["layers"], bool(manifest.get("final"))
+    if dtype == "auto":
+        dtype = fitting_dtype(model, manifest, device)
     if tolerance is None:
-        in_bf16 = manifest.get("compute_dtype") == "bf16"
+        in_bf16 = "bf16" in (manifest.get("compute_dtype"), dtype)
         tolerance = max(TOLERANCE[manifest["dtype"]], BF16_COMPUTE if in_bf16 else 0)
+    if data and (Path(data).is_dir() or Path(data).suffix == ".parquet"):
+        raise ValueError(f"data {data} is not one JSONL file, whose lines are the rows")
     lines = Path(data).read_bytes().split(b"\n") if data else []
     template_args = manifest.get("template_args") or {}
     template_args = json.loads(template_args) if isinstance(template_args, str) else template_args
@@ -226,7 +279,7 @@ def check(out, model, samples=None, seed=0, dtype="fp32", tolerance=None, data=N
     spread = {name: {"largest": max(e), "median": statistics.median(e)} for name, e in errors.items() if e}
     return {"ok": bool(drawn) and not problems and not worst, "samples": len(drawn),
             "tokens": sum(row["length"] for row in drawn), "layers": spread, "tolerance": tolerance,
-            "largest": max((layer["largest"] for layer in spread.values()), default=0.0),
+            "largest": max((layer["largest"] for layer in spread.values()), default=0.0), "dtype": dtype,
             "worst": sorted(worst, key=lambda entry: -entry[0]), "problems": problems}
 
 
@@ -240,25 +293,31 @@ def main():
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", required=True, help="local output directory")
+    parser.add_argument("--out", required=True, help="local output directory or s3://bucket/prefix")
     parser.add_argument("--model", required=True, help="checkpoint directory or hub name")
     parser.add_argument("--samples", type=number_or_all, default=100, help="how many, or all (default 100)")
     parser.add_argument("--seed", type=int, default=0, help="for the draw (default 0)")
-    parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"],
-                        help="how to run the model (default fp32)")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16"],
+                        help="how to run the model (default auto: fp32 where it fits into memory, else bf16)")
     parser.add_argument("--tolerance", type=float, help="largest relative error (default: 1e-4 for states "
-                        "stored as fp32, 4e-3 bf16, 0.1 fp8; at least 0.1 for states computed in bf16)")
+                        "stored as fp32, 4e-3 bf16, 0.1 fp8; at least 0.1 where either side computes in bf16)")
     parser.add_argument("--data", help="the JSONL file that OUT was made from: compare its token ids too")
     parser.add_argument("--partial", action="store_true", help="check only the batches that are there")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                         help="cpu or cuda (default: a GPU if there is one)")
     a = parser.parse_args()
     try:
-        result = check(a.out, a.model, a.samples, a.seed, a.dtype, a.tolerance, a.data, partial=a.partial,
-                       device=a.device)
-    except (OSError, ValueError, KeyError) as error:
-        print(f"cannot check {a.out}: {type(error).__name__}: {error}", file=sys.stderr)
+        with tempfile.TemporaryDirectory(prefix="verify-") as folder:
+            if a.out.startswith("s3://"):
+                fetch(a.out, a.samples, a.seed, Path(folder))
+            result = check(folder if a.out.startswith("s3://") else a.out, a.model, a.samples, a.seed, a.dtype,
+                           a.tolerance, a.data, partial=a.partial or a.out.startswith("s3://"), device=a.device)
+    except (OSError, ValueError, KeyError, RuntimeError, MemoryError, ImportError, OutputError) as error:
+        way_out = "; --dtype bf16 takes half of fp32's memory, --device cpu takes none of the GPU's" * (
+            "out of memory" in str(error) or isinstance(error, MemoryError))
+        print(f"cannot check {a.out}: {type(error).__name__}: {str(error).strip()}{way_out}", file=sys.stderr)
         return 2
+    print(f"transformers alone in {result['dtype']} on {a.device}")
     for name, error in result["layers"].items():
         print(f"{name:>9}   largest {error['largest']:.1e}   median {error['median']:.1e}")
     for sentence in result["problems"][:20]:

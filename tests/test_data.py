@@ -741,6 +741,31 @@ def test_a_turn_that_ends_otherwise_is_lost_counted_and_alone(encoder):
     assert (it.tokenizer.decode(ids[mask == 1]), lost) == ("d<|eot_id|>", 1)
 
 
+# ---- turns that the data takes out
+
+@pytest.mark.parametrize("key, value", [("weight", 0), ("weight", 0.0), ("loss", False), ("loss", 0)])
+@pytest.mark.parametrize("template", [None, TAGGED], ids=["located", "tagged"])
+def test_a_turn_of_no_weight_is_not_supervised_and_not_lost(encoder, template, key, value):
+    it = encoder(*template) if template else encoder()
+    plain = golden(it, user("A?"), says("b."), user("C?"), says("d."))
+    text = golden(it, user("A?"), says("b.", **{key: value}), user("C?"), says("d.", weight=1))
+    first, second = plain.index("«"), plain.index("»")
+    assert text == plain[:first] + plain[first + 1:second] + plain[second + 1:]
+
+
+def test_weights_of_other_speakers_and_null_change_nothing(encoder):
+    turns = [{"from": "system", "value": "S", "weight": None}, {"from": "human", "value": "A?", "weight": 0},
+             {"from": "gpt", "value": "b.", "weight": None}]
+    same(encoder(), {"conversations": turns}, {"messages": [system("S"), user("A?"), says("b.")]})
+
+
+def test_with_a_turn_lost_no_weight_is_put_on_another_one(encoder):
+    it, turns = encoder(*LLAMA, vocab=700), [user("A?"), calls("call", {}), tool("out"), says("d", weight=0)]
+    assert skipped(it, {"messages": turns})[0] == "nothing_supervised"
+    turns[1]["weight"], turns[3]["weight"] = 0, 1
+    assert skipped(it, {"messages": turns})[0] == "nothing_supervised"
+
+
 # ---- length
 
 CHAT = [user("Is 🙂 a word?"), says("Nay, a picture."),
@@ -831,6 +856,40 @@ def test_a_call_with_and_without_its_wrapper_are_equal(encoder):
     same(encoder(), line(call), line({"type": "function", "function": call}))
 
 
+def test_keys_that_are_null_are_as_keys_that_are_not_there(encoder):
+    asking = "{% for m in messages %}{% if m.tool_calls is defined %}{{ m.tool_calls|length }}{% endif %}{% endfor %}"
+    call = {"name": "measure", "arguments": {"place": "hut"}}
+    nulls = {"reasoning_content": None, "tool_calls": None, "name": None}
+    parts = [{"type": "text", "text": "Go.", "image": None}]
+    same(encoder(asking + PLAIN[0]),
+         {"messages": [user(parts) | nulls, says(None, tool_calls=[{"id": None, "function": call}]),
+                       tool("1") | nulls, says("Gone.") | nulls], "tools": None},
+         {"messages": [user("Go."), says("", tool_calls=[{"function": call}]), tool("1"), says("Gone.")]})
+
+
+def test_a_null_argument_is_an_argument(encoder):
+    text = golden(encoder(), user("Go."), calls("", {"place": None}), tool("1"), says("Gone."))
+    assert "<parameter=place>\nnull\n</parameter>" in text
+
+
+@pytest.mark.parametrize("key", ["reasoning", "thinking"])
+def test_thinking_under_its_other_names_is_not_left_out(encoder, key):
+    same(encoder(), {"messages": [user("17?"), says("Yes.", **{key: "Odd."})]},
+         {"messages": [user("17?"), says("Yes.", reasoning_content="Odd.")]})
+
+
+def test_a_single_function_call_is_a_tool_call(encoder):
+    call = {"name": "measure", "arguments": '{"place": "hut"}'}
+    same(encoder(), {"messages": [user("Go."), says(None, function_call=call)]},
+         {"messages": [user("Go."), says(None, tool_calls=[{"type": "function", "function": call}])]})
+
+
+@pytest.mark.parametrize("key", ["value", "text", "refusal"])
+def test_a_role_with_the_text_under_another_key_is_not_empty(encoder, key):
+    same(encoder(), {"conversations": [user("Go."), {"role": "assistant", key: "Gone.", "content": None}]},
+         {"messages": [user("Go."), says("Gone.")]})
+
+
 def test_tools_as_a_list_and_as_json_text_are_equal(encoder):
     line = lambda tools: {"messages": [user("Go."), says("Gone.")], "tools": tools}
     same(encoder(), line([tiny.TOOL]), line(json.dumps([tiny.TOOL])))
@@ -877,6 +936,22 @@ def test_ready_ids_without_a_mask_are_all_supervised(ready):
     assert ready.encode(b'{"input_ids": [5, 6, 7]}')[2].tolist() == [1, 1, 1]
 
 
+def test_labels_are_a_mask_where_there_is_none(ready):
+    assert ready.encode(b'{"input_ids": [5, 6, 7], "labels": [-100, 6, -100]}')[2].tolist() == [0, 1, 0]
+    line = b'{"input_ids": [5, 6, 7], "labels": [-100, 6, -100], "loss_mask": [1, 0, 0]}'
+    assert ready.encode(line)[2].tolist() == [1, 0, 0]
+
+
+def test_padding_is_taken_out_with_its_mask(ready):
+    _, ids, mask, _ = ready.encode(
+        b'{"input_ids": [0, 5, 6, 7, 0], "attention_mask": [0, 1, 1, 1, 0], "loss_mask": [1, 0, 1, 0, 1]}')
+    assert (ids.tolist(), mask.tolist()) == ([5, 6, 7], [0, 1, 0])
+
+
+def test_a_mask_may_be_true_and_false(ready):
+    assert ready.encode(b'{"input_ids": [5, 6], "loss_mask": [false, true]}')[2].tolist() == [0, 1]
+
+
 def test_ready_ids_are_truncated_with_their_mask(tmp_path):
     it = Encoder(Options(max_len=3), tmp_path, 640)
     _, ids, mask, _ = it.encode(b'{"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]}')
@@ -892,6 +967,10 @@ def test_ready_ids_are_truncated_with_their_mask(tmp_path):
     ('{"input_ids": []}', "too_short", "0 tokens"),
     ('{"input_ids": [5.0]}', "unreadable", "integers"),
     ('{"input_ids": "56"}', "unreadable", "integers"),
+    ('{"input_ids": [[5, 6]]}', "unreadable", "integers"),
+    ('{"input_ids": [5, 6], "labels": [5]}', "unreadable", "1 values"),
+    ('{"input_ids": [5, 6], "labels": [-100, -100]}', "nothing_supervised", ""),
+    ('{"input_ids": [5, 6], "attention_mask": [1]}', "unreadable", ""),
 ])
 def test_ready_ids_that_cannot_be_used_are_skipped(ready, line, reason, words):
     why, detail, _ = skipped(ready, line.encode())
@@ -906,7 +985,7 @@ SKIPPED = {
     "not_utf_8": (b'{"messages": "\xff"}', "unreadable", "utf-8"),
     "no_object": (b"[1]", "unreadable", ""),
     "nested_too_deeply": (b"[" * 100_000, "unreadable", "recursion"),
-    "no_conversation": ({"text": "x"}, "unreadable", "no list under messages"),
+    "no_conversation": ({"text": "x"}, "unreadable", "no list under messages or conversations, no input_ids: ['text']"),
     "an_empty_conversation": ({"conversations": []}, "template_refused", "empty"),
     "an_empty_conversation_with_a_system": ({"system": "x", "conversations": []}, "template_refused",
                                             "No user"),
@@ -919,6 +998,8 @@ SKIPPED = {
                 "No user message asks anything."),
     "a_second_system": ({"messages": [system("S"), system("T"), user("Q"), says("A")]}, "template_refused",
                         "A system message must come first."),
+    "a_late_system": ({"messages": [user("Q"), system("S"), says("A")]}, "template_refused",
+                      "A system message must come first."),
     "an_image": ({"messages": [user(IMAGE), says("A cat.")]}, "unsupported_content", '"type":"image"'),
     "a_number_as_content": ({"messages": [user(3), says("A")]}, "unsupported_content", "3"),
     "no_assistant": ({"messages": [user("Q")]}, "nothing_supervised", "0 turns"),
@@ -961,7 +1042,8 @@ def tokenized(encoder, tmp_path):
     """The names, rows and skipped lines that a data file of `lines` gives."""
     def run(*lines):
         (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        samples, names, _ = extract.tokenize(Options(plan_workers=1), encoder().path, tiny.VOCAB,
+        o = Options(data=str(tmp_path / "chat.jsonl"), plan_workers=1)
+        samples, names, _ = extract.tokenize(o, encoder().path, tiny.VOCAB,
                                              [tmp_path / "chat.jsonl"], tmp_path)
         return names, samples["row"].tolist(), [json.loads(line) for line in open(tmp_path / "skipped.jsonl")]
     return run
@@ -985,3 +1067,15 @@ def test_a_skipped_line_is_written_down(tokenized):
 def test_names_can_be_written_as_utf_8(tokenized):
     names, _, lines = tokenized({"id": "\ud83d", "messages": CHAT}, {"id": "é", "messages": CHAT})
     assert (names, [line["reason"] for line in lines]) == (["é"], ["unreadable"])
+
+
+# ---- a template that writes the date
+
+def test_a_template_that_writes_today_s_date_is_warned_of(place, tmp_path, capsys):
+    from warmup import determined_by
+    folder = shutil.copytree(place.model, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%d') if not date_string }}" + PLAIN[0])
+    determined_by(Options(), folder, "", [1], False)
+    assert "--template-args '{\"date_string\": \"" in capsys.readouterr().out
+    determined_by(Options(template_args='{"date_string": "26 Jul 2024"}'), folder, "", [1], False)
+    assert not capsys.readouterr().out

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import oracle
 import tiny
+from s3 import S3Server
 
 LAYERS = [1, 4, 7]  # the last layer is where the final norm can go wrong
 BATCHES = [[0, 2, 4, 6, 7], [1, 3, 5]]
@@ -208,3 +209,87 @@ def test_exit_code(code, ruin, out, place, monkeypatch, capsys):
     assert oracle.main() == code
     said = capsys.readouterr()
     assert (ruin in said.err) if code == 2 else said.out.splitlines()[-1].startswith("compared ")
+
+
+@pytest.fixture
+def verify(place, monkeypatch, capsys):
+    """verify(out, ...) -> (exit code, standard output, standard error) of the command"""
+    def run(out, *args):
+        monkeypatch.setattr("sys.argv", ["oracle.py", "--out", str(out), "--model", str(place / "model"), *args])
+        return oracle.main(), *capsys.readouterr()
+    return run
+
+
+@pytest.fixture(scope="module")
+def bucket(right, tmp_path_factory):
+    """A server with the right output in s3://bucket/run."""
+    with S3Server(tmp_path_factory.mktemp("s3") / "data") as server:
+        server.make_bucket("bucket")
+        shutil.copytree(right, server.directory / "bucket/run")
+        yield server
+
+
+@pytest.fixture
+def remote(bucket, monkeypatch):
+    for name, value in bucket.environ().items():
+        monkeypatch.setenv(name, value)
+    return bucket.directory / "bucket"
+
+
+def test_of_an_output_in_s3_no_more_batches_are_fetched_than_the_samples_need(remote, verify):
+    code, said, _ = verify("s3://bucket/run", "--samples", "2")
+    assert code == 0 and "compared 2 samples" in said
+    held = int(said.partition("fetched batches of ")[2].split()[0])
+    assert held in (3, 5)  # one of the two
+
+
+def test_an_output_in_s3_is_checked_whole(remote, verify):
+    code, said, _ = verify("s3://bucket/run", "--samples", "all")
+    assert code == 0 and "compared 8 samples" in said
+
+
+def test_wrong_states_in_s3_fail(remote, out, verify):
+    spoil(out, lambda tensors: tensors["hidden_states"].mul_(2))
+    shutil.copytree(out, remote / "wrong")
+    assert verify("s3://bucket/wrong", "--samples", "all")[0] == 1
+
+
+def test_a_batch_missing_from_a_complete_output_in_s3_is_named(remote, out, verify):
+    (out / "manifest.json").write_text(json.dumps(json.loads((out / "manifest.json").read_text()) | {"complete": True}))
+    (out / "batches/batch_000001.safetensors").unlink()
+    shutil.copytree(out, remote / "lacking")
+    code, _, words = verify("s3://bucket/lacking", "--samples", "all")
+    assert code == 2 and "s3://bucket/lacking/batches/batch_000001.safetensors" in words
+
+
+def test_nothing_at_a_place_in_s3_is_said(remote, verify):
+    code, _, words = verify("s3://bucket/nothing")
+    assert code == 2 and "s3://bucket/nothing/manifest.json" in words
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+                                   MemoryError()], ids=["gpu", "host"])
+def test_memory_that_runs_out_is_a_message_with_the_way_out(right, verify, monkeypatch, error):
+    def fail(*args, **more):
+        raise error
+    monkeypatch.setattr(oracle, "solo_states", fail)
+    code, _, words = verify(right)
+    assert code == 2 and "--dtype bf16" in words and "--device cpu" in words
+
+
+@pytest.mark.parametrize("free, dtype", [(10**10, "fp32"), (10**6, "bf16")])
+def test_the_model_runs_in_fp32_where_that_fits(right, verify, monkeypatch, free, dtype):
+    monkeypatch.setattr(oracle.psutil, "virtual_memory", lambda: type("Memory", (), {"available": free}))
+    code, said, _ = verify(right, "--device", "cpu", "--samples", "1")
+    assert code == 0 and f"transformers alone in {dtype} on cpu" in said
+
+
+def test_largest_and_median_error_are_printed_by_layer(right, verify):
+    said = verify(right)[1].splitlines()
+    assert [line.split()[:2] for line in said if "median" in line] == [
+        ["layer", "1"], ["layer", "4"], ["layer", "7"], ["final", "largest"]]
+
+
+def test_data_that_is_no_jsonl_file_is_refused(right, verify, tmp_path):
+    code, _, words = verify(right, "--data", str(tmp_path))
+    assert code == 2 and "not one JSONL file" in words

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
@@ -280,7 +281,11 @@ def variants(runs, place, tmp_path_factory):
     spoiled = tmp_path_factory.mktemp("spoiled") / "few.jsonl"
     lines = place.few.read_bytes().splitlines(True)
     spoiled.write_bytes(b"".join([*lines[:5], b"broken\n", *lines[5:], b'{"messages": []}\n']))
-    asked = {"bf16": (place.chat, "--dtype", "bf16"), "fp8": (place.few, "--dtype", "fp8", "--final"),
+    rows = [json.loads(line) for line in lines]
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = pa.table({name: [row.get(name) for row in rows] for name in names})
+    pq.write_table(table, spoiled.with_name("few.parquet"), row_group_size=5)
+    asked = {"bf16": (place.chat, "--dtype", "bf16"), "table": (spoiled.with_name("few.parquet"),), "fp8": (place.few, "--dtype", "fp8", "--final"),
              "split": (spoiled, "--final", "--forward-tokens", "300", "--layers", "7,2"),
              "alone": (place.few, "--samples-per-forward", "1")}
     made = {name: (runs(data=data), data, args) for name, (data, *args) in asked.items()}
@@ -291,10 +296,11 @@ def variants(runs, place, tmp_path_factory):
     return {name: (run, data) for name, (run, data, _) in made.items()}
 
 
-@pytest.mark.parametrize("name, largest", [("bf16", 4e-3), ("fp8", 0.1), ("split", 1e-4), ("alone", 1e-4)])
-def test_a_variant_is_as_the_plain_model_has_it(variants, judge, name, largest):
+@pytest.mark.parametrize("name, largest", [
+    ("bf16", 4e-3), ("fp8", 0.1), ("split", 1e-4), ("alone", 1e-4), ("table", 1e-4)])
+def test_a_variant_is_as_the_plain_model_has_it(variants, judge, place, name, largest):
     run, data = variants[name]
-    found = judge(run.out, data)
+    found = judge(run.out, place.few if name == "table" else data)
     assert found["ok"] and found["largest"] <= largest, found
     assert found["samples"] == (60 if name == "bf16" else 16)
 
@@ -521,6 +527,14 @@ def cases(runs, place, s3, whole, tmp_path_factory):
     broken = folder / "broken.jsonl"
     broken.write_text("broken\nbroken\n")
     (folder / "bare").mkdir()
+    torn = folder / "torn.parquet"
+    pq.write_table(pa.table({"input_ids": [[1, 2]] * 1000}), torn)
+    torn.write_bytes(torn.read_bytes()[:-100])
+    (folder / "splits").mkdir()
+    (folder / "splits/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    (folder / "both").mkdir()
+    shutil.copy(place.few, folder / "both/a.jsonl")
+    shutil.copy(torn, folder / "both/b.parquet")
     strange = shutil.copytree(place.model, folder / "strange")
     config = json.loads((strange / "config.json").read_text())
     (strange / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
@@ -549,6 +563,9 @@ def cases(runs, place, s3, whole, tmp_path_factory):
         "model without tokenizer": (runs(), ["--model", silent], [str(silent), "tokenizer"]),
         "missing data": (runs(data="no/such.jsonl"), [], ["--data no/such.jsonl", "no such file"]),
         "empty data": (runs(data=folder / "empty.jsonl"), [], [str(folder / "empty.jsonl")]),
+        "torn Parquet": (runs(data=torn), [], [str(torn), "cannot be read"]),
+        "several splits": (runs(data=folder / "splits"), [], [f"{folder}/splits/train", f"{folder}/splits/test"]),
+        "two kinds of data": (runs(data=folder / "both"), [], [str(folder / "both"), ".jsonl", ".parquet"]),
         "all skipped": (runs(data=broken), [], [str(broken), "'unreadable': 2"]),
         "max-len above tokens": (runs(), ["--max-len", "2000"], ["--max-len 2000", "--tokens 1024"]),
         "flag out of range": (runs(), ["--uploads", "99"], ["--uploads 99", "1 to 16"]),
@@ -565,7 +582,8 @@ def cases(runs, place, s3, whole, tmp_path_factory):
 
 
 NAMES = """missing model, model without files, unknown kind of model, model without tokenizer, missing data,
-empty data, all skipped, max-len above tokens, flag out of range, unknown layers, OUT cannot be written,
+empty data, torn Parquet, several splits,
+two kinds of data, all skipped, max-len above tokens, flag out of range, unknown layers, OUT cannot be written,
 missing bucket, wrong secret, no credentials, OUT of another run, WORK of another run, markers of another OUT,
 no GPU"""
 NAMES = [name.strip() for name in NAMES.split(",")]
