@@ -865,8 +865,8 @@ def run(o, work, progress, stop):
                      f"The rest waits in {stage.dir}; when the cause is mended, the same command goes on")
     if progress.now["batch"] < len(mine):
         raise Stopped(f"with {progress.now['batch']} of {len(mine)} batches done; the same command goes on")
-    if o.resume_from_output:  # the other shards' batches, which may have come from other machines
-        reconcile(plan, work, output, sorted(set(range(plan.counts["batches"])) - marked(work).keys()))
+    if o.resume_from_output and (rest := set(range(plan.counts["batches"])) - marked(work).keys()):
+        reconcile(plan, work, output, sorted(rest))  # other shards' batches, maybe from other machines
     markers = marked(work)
     if markers.keys() >= set(range(plan.counts["batches"])):  # whoever comes last; twice is harmless
         excluded = {}

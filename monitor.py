@@ -493,6 +493,9 @@ def follow(args, work, console, live):
         shards = [read_shard(work, i) for i in range(count)]
         seen_alive |= {s["shard"] for s in shards if s["alive"]}
         codes = [exit_code(s, s["shard"] in seen_alive, now - begun) for s in shards]
+        held = [s["condition"] == "stale" and "SIGSTOP" in s["message"] for s in shards]
+        if any(held) and all(code is not None or still for code, still in zip(codes, held)):
+            codes = [1 if code is None else code for code in codes]  # nobody is left who would move
         over = None not in codes if shards else now - begun > GRACE_S
         if console.is_terminal:
             show(console, snapshot(work, args.stage, count), live)
