@@ -1,6 +1,7 @@
 """Kills a run into a real S3 server at every step, many times, lets it end, and proves the result.
 
-    python tests/drill.py [--seed 0] [--kills 50] [--dir DIR]          (`make drill`, about five minutes)
+    python tests/drill.py [--seed 0] [--kills 50] [--dir DIR]     (`make drill`, minutes)
+    python tests/drill.py --link                                  UPLOAD_MBPS held; a wire with 80 ms of delay
 
 Two shards extract a tiny model into `rclone serve s3` on loopback. Each is ended by SIGKILL at seeded random
 moments, and at every step of the commit order (EXTRACT_FAULT); some of their `aws` and the server are, too.
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +29,7 @@ from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tiny
+from link import Link
 from monitor import read_json
 from s3 import S3Server
 from shards import Shards
@@ -158,18 +161,61 @@ def drill(folder, seed, kills):
             "seed": seed, "seconds": round(time.time() - began, 1)}
 
 
+def link(folder):
+    """Measures what goes over the wire: a shard's two uploads under UPLOAD_MBPS, and `aws s3 cp` with 4 and
+    with 10 concurrent requests, with no delay and with 80 ms there and back."""
+    found, shards = {}, Shards()
+    tiny.make_model(folder / "model")
+    tiny.make_chat(folder / "chat.jsonl", 600)
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="drill-") as stage, S3Server(folder / "s3") as server:
+        server.make_bucket("bucket")
+        wire = Link(server.port)
+        env = server.environ() | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{wire.port}"}
+        flags = ["--model", folder / "model", "--data", folder / "chat.jsonl", "--out", "s3://bucket/run", "--work",
+                 folder / "work", "--stage", stage, "--tokens", 32768, "--layers", "0,1,2,3,4,5,6,7", "--max-len", 300,
+                 "--dtype", "fp32", "--compute-dtype", "fp32", "--uploads", 2, "--upload-mbps", 6]
+        process = shards.start(flags, folder / "work.log", env)
+        process.join()
+        assert process.exitcode == 0, (folder / "work.log").read_text()
+        total, so_far, middle = sum(n for _, n in wire.sent), 0, []
+        for t, n in wire.sent:  # without the first and the last sixth, where not both uploads are under way
+            so_far += n
+            middle += [(t, n)] * (total / 6 < so_far < 5 * total / 6)
+        seconds = middle[-1][0] - middle[0][0]
+        found["mbps, asked for 6"] = round(sum(n for _, n in middle) / 1e6 / seconds, 2)
+        found["over seconds"] = round(seconds, 1)
+        say(found)
+        big = folder / "big"
+        big.write_bytes(os.urandom(1 << 20) * 400)
+        for delay in (0.0, 0.04):
+            for requests in (4, 10):
+                wire = Link(server.port, delay)
+                (folder / "aws").write_text(
+                    f"[default]\ns3 =\n  max_concurrent_requests = {requests}\n  multipart_chunksize = 16MB\n")
+                env = server.environ() | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{wire.port}",
+                                          "AWS_CONFIG_FILE": str(folder / "aws")}
+                began = time.time()
+                subprocess.run([Path(sys.executable).parent / "aws", "s3", "cp", "--only-show-errors", big,
+                                "s3://bucket/big"], env=env, check=True)
+                name = f"{requests} requests, {2000 * delay:.0f} ms"
+                found[name] = round((400 << 20) / 1e6 / (time.time() - began), 1)
+                say(f"{name}: {found[name]} MB/s")
+    return found
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the data (default: 0)")
     parser.add_argument("--kills", type=int, default=50, help="SIGKILLs of shards at random moments (default: 50)")
     parser.add_argument("--dir", type=Path, help="an empty directory to keep (default: a temporary one)")
+    parser.add_argument("--link", action="store_true", help="measure uploads over a slow wire instead")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="drill-") as temporary:
         folder = args.dir or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        result = drill(folder.resolve(), args.seed, args.kills)
+        result = link(folder) if args.link else drill(folder.resolve(), args.seed, args.kills)
     print(json.dumps(result))
-    return int(bool(result["lost"] or result["doubled"] or result["wrong"]))
+    return int(any(result.get(key) for key in ("lost", "doubled", "wrong")))
 
 
 if __name__ == "__main__":
