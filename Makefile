@@ -48,7 +48,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu bench bench-gpu plan warmup extract status watch logs stop restart clean-shm verify
+.PHONY: help setup demo test test-gpu bench bench-gpu plan warmup extract status watch logs stop restart clean-shm \
+        verify reconcile drill
 
 help:  ## this text
 	@echo 'make TARGET [KNOB=value ...]'
@@ -136,6 +137,7 @@ stop:  ## end the shards with TERM and wait for them: they finish their batch an
 	[ -n "$$pids" ] || { echo 'no shard of $(WORK) is running'; exit 0; }
 	echo "asking $$pids to stop"
 	kill -TERM $$pids
+	kill -CONT $$pids 2>/dev/null || true  # one that SIGSTOP holds hears TERM only then
 	until [ -z "$$(running)" ]; do
 	  (( SECONDS < 60 )) || { echo "still running after 60 s: $$(running). make stop again ends them at once"; exit 1; }
 	  sleep 0.2
@@ -160,6 +162,9 @@ restart:  ## the clean restart: stop, clean staging, keep markers, go on
 	@$(MAKE) --no-print-directory stop
 	$(MAKE) --no-print-directory clean-shm
 	$(MAKE) --no-print-directory extract
+
+reconcile: $(VENV)  ## make the markers agree with one listing of OUT and print the difference; no GPU
+	@CUDA_VISIBLE_DEVICES= $(PY) extract.py $(FLAGS) $(ARGS) --reconcile
 
 verify: $(VENV)  ## recompute SAMPLES samples of OUT alone with plain transformers and compare
 	@[[ -n '$(OUT)' && -n '$(MODEL)' ]] || { echo 'verify: OUT= and MODEL= must be those of the run'; exit 2; }
@@ -197,6 +202,9 @@ demo: $(VENV)  ## all of it in minutes, without a GPU: tiny model, 300 chats, a 
 
 test: $(VENV)  ## the project's tests
 	@$(PY) -m pytest -q tests $(ARGS)
+
+drill: $(VENV)  ## minutes of SIGKILLs over a run into a real S3 server, then proof that nothing was lost
+	@$(PY) tests/drill.py $(ARGS)
 
 bench: $(VENV)  ## stages, writing and planning of a tiny model on this CPU
 	@$(PY) tests/bench.py $(ARGS)

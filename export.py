@@ -8,6 +8,7 @@ S3 is reached through the `aws` command alone, with the user's own profile, regi
 """
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -16,9 +17,27 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
+from collections import Counter
 from pathlib import Path
 
+from monitor import say
+
 KEY = "batches/batch_{:06d}.safetensors"
+NOTE = "excluded/batch_{:06d}.json"  # {row: why}, where samples of a batch were excluded after planning
+PASSED = Counter()  # fault points
+
+
+def fault(point):
+    """A step of the commit order; EXTRACT_FAULT=marked:3 kills the process at its third pass of that step.
+
+    Steps: written, renamed, uploading (a pass every 0.05 s), uploaded, marked. For drills; unset, it is nothing.
+    """
+    name, _, count = os.environ.get("EXTRACT_FAULT", "").partition(":")
+    PASSED[point] += 1
+    if point == name and PASSED[point] == int(count or 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+
 
 
 class OutputError(Exception):
@@ -26,7 +45,7 @@ class OutputError(Exception):
     PERMANENT = re.compile("NoSuchBucket|InvalidAccessKeyId|SignatureDoesNotMatch|AccessDenied|ExpiredToken|"
                            "InvalidToken|Forbidden|[Uu]nable to locate credentials|[Pp]artial credentials|"
                            "[Ii]nvalid bucket name|PermanentRedirect|AuthorizationHeaderMalformed|"
-                           "config profile|No such file or directory")
+                           "config profile|No such file or directory|user-provided path")
 
     @property
     def permanent(self):
@@ -43,6 +62,58 @@ def kill_children():
             os.killpg(group, signal.SIGKILL)
         except ProcessLookupError:
             pass
+
+
+def persist(action, attempts, abort, what):
+    """action(), tried again with growing, jittered waits. Raises its last OutputError; at once for one that
+    is permanent, and once the event abort is set."""
+    for attempt in range(1, attempts + 1):
+        try:
+            return action()
+        except OutputError as e:
+            if e.permanent or abort.is_set():
+                raise
+            say(f"{what} {attempt} of {attempts} failed: {e}")
+            if attempt == attempts or abort.wait(min(60, 2 ** attempt) * random.uniform(0.5, 1)):
+                raise
+
+
+def marked(work):
+    """{batch: path of its marker} of a work directory."""
+    found = ((re.fullmatch(r"\.done_(\d{6,})", f.name), f) for f in (work / "markers").iterdir())
+    return {int(match[1]): f for match, f in found if match}
+
+
+def crc_of(path):
+    with open(path, "rb") as f:
+        crc = 0
+        while part := f.read(1 << 24):
+            crc = zlib.crc32(part, crc)
+    return crc
+
+
+def compare(output, planned, done):
+    """One listing of OUT against planned {batch: bytes} and the batches that have a marker.
+
+    Prints the difference. Returns {batch that is whole there without a marker: its exclusions} and the set of
+    batches that are not whole there. Raises OutputError.
+    """
+    there, found, missing = output.sizes(), {}, set()
+    for batch, size in planned.items():
+        key, note, has = KEY.format(batch), NOTE.format(batch), there.get(KEY.format(batch))
+        if has == size:
+            if batch not in done:
+                found[batch] = output.read_json(note) if note in there else {}
+            continue
+        missing.add(batch)
+        if has is not None or batch in done:
+            say(f"{key} {'is not there' if has is None else f'has {has:,} bytes'}, {size:,} were planned"
+                + ": its marker goes" * (batch in done))
+        if note in there:  # of an object that is no more
+            output.write(note, "{}")
+    say(f"{output}: {len(planned) - len(missing):,} of {len(planned):,} batches are whole; {len(found):,} "
+        f"markers added, {len(missing & done.keys()):,} dropped")
+    return found, missing
 
 
 def open_output(out, config=None, abort=None, mbps=0.0):
@@ -94,6 +165,7 @@ class Local:
                     shutil.copyfileobj(source, f, 1 << 24)
                     f.flush()
                     os.fsync(f.fileno())
+                fault("uploading")
                 os.replace(tmp, self.root / key)
             finally:
                 tmp.unlink(missing_ok=True)
@@ -101,6 +173,14 @@ class Local:
                 raise OutputError(f"{self.root / key} is not of the planned {size} bytes")
         except OSError as e:
             raise OutputError(f"{e.filename or self.root / key}: {e.strerror}") from None
+
+    def sizes(self):
+        """{key: bytes} of the batches that are there, and of the notes on them."""
+        found, folders = {}, [self.root / Path(key).parent for key in (KEY, NOTE)]
+        for folder in (folder for folder in folders if folder.is_dir()):
+            with os.scandir(folder) as entries:
+                found |= {f"{folder.name}/{entry.name}": entry.stat().st_size for entry in entries}
+        return found
 
     def clean(self, keys):
         """Takes back what killed uploads of these keys left behind."""
@@ -147,6 +227,7 @@ class S3(Local):
             try:
                 while p.poll() is None and not how:
                     time.sleep(0.05)
+                    fault("uploading") if args[:2] == ("s3", "cp") else None
                     how = f"ended after {deadline:.0f} s" if time.monotonic() > end else None
                     how = "stopped" if self.abort.is_set() else how
                 if how and p.poll() is None:
@@ -166,8 +247,8 @@ class S3(Local):
             out.seek(0)
             return out.read()
 
-    def api(self, command, *args):
-        return self.aws("s3api", command, "--bucket", self.bucket, *args)
+    def api(self, command, *args, deadline=120.0):
+        return self.aws("s3api", command, "--bucket", self.bucket, *args, deadline=deadline)
 
     def read(self, key):
         with tempfile.NamedTemporaryFile() as f:
@@ -187,6 +268,15 @@ class S3(Local):
         if there != str(size):  # exit code 0 alone proves nothing
             raise OutputError(f"{url} has {there} bytes after its upload, {size} were planned")
 
+    def sizes(self):
+        found = {}
+        for folder in (os.path.dirname(key) for key in (KEY, NOTE)):
+            listed = self.api("list-objects-v2", "--prefix", f"{self.prefix}{folder}/", "--query",
+                              "Contents[].[Key, Size]", "--output", "json", deadline=600.0)
+            pairs = json.loads(listed or b"null") or []
+            found |= {key.removeprefix(self.prefix): size for key, size in pairs}
+        return found
+
     def clean(self, keys):
         try:
             prefix = self.prefix + "batches/"
@@ -196,4 +286,4 @@ class S3(Local):
                 if key.removeprefix(self.prefix) in keys:
                     self.api("abort-multipart-upload", "--key", key, "--upload-id", identity)
         except OutputError as e:
-            print(f"did not look for multipart uploads left open: {e}", flush=True)
+            say(f"did not look for multipart uploads left open: {e}")

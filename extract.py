@@ -25,7 +25,6 @@ import fcntl
 import json
 import multiprocessing
 import os
-import random
 import re
 import shutil
 import signal
@@ -33,11 +32,10 @@ import sys
 import threading
 import time
 import traceback
-import zlib
 from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -48,9 +46,9 @@ import torch
 
 import monitor
 import warmup
-from export import KEY, OutputError, kill_children, open_output
+from export import KEY, NOTE, OutputError, compare, crc_of, fault, kill_children, marked, open_output, persist
 from monitor import read_json, write_atomic
-from warmup import (Failed, Refused, compact, determined_by, first_line, flag, opt, own_shard, parse_options,
+from warmup import (Failed, Refused, compact, determined_by, first_line, opt, own_shard, parse_options,
                     say, sha, stamp)
 
 CONVENTION = "id L = output of decoder layer L, 0-based = transformers hidden_states[L+1]"
@@ -80,6 +78,8 @@ class Options:
     template_args: str = opt("{}", "more arguments for the chat template, a JSON object")
     plan_workers: int = opt(0, "processes that tokenize; 0: one a core, 8 at most", 0, 512)
     plan_only: bool = opt(False, "plan, print the estimate and stop; nothing is written to OUT")
+    reconcile: bool = opt(False, "make the markers agree with a listing of OUT, and stop")
+    resume_from_output: bool = opt(False, "first make the shard's markers agree with a listing of OUT")
     uploads: int = opt(2, "`aws s3 cp` processes at a time", 1, 16)
     upload_mbps: float = opt(0.0, "megabytes per second of all uploads together; 0: no limit", 0, 1e6)
     upload_min_mbps: float = opt(5.0, "megabytes per second under which an upload is ended", 0.001, 1e6)
@@ -95,10 +95,7 @@ class Stopped(BaseException):  # not an Exception: nothing on its way may take i
 
 def check_options(o):
     """What argparse cannot tell. Raises Refused."""
-    for f in fields(o):
-        value, low, high = getattr(o, f.name), f.metadata["low"], f.metadata["high"]
-        if low is not None and not low <= value <= high:
-            raise Refused(f"{flag(f.name)} {value} is not from {low} to {high:,.0f}")
+    warmup.check_ranges(o)
     for name in ("model", "data", "out"):
         if not getattr(o, name):
             raise Refused(f"--{name} ({name.upper()}= for make) is missing. `make help` explains")
@@ -113,10 +110,6 @@ def check_options(o):
     except (ValueError, AssertionError):
         raise Refused(f"--template-args {o.template_args} is no JSON object like "
                       '{"enable_thinking": false}') from None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible and not torch.cuda.is_available():
-        raise Refused(f"torch {torch.__version__} sees no GPU under CUDA_VISIBLE_DEVICES={visible}. Look at "
-                      "nvidia-smi; empty, it means the CPU")
 
 # ------------------------------------------------------------------------------ data: chat to tokens and mask
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "user": "user", "assistant": "assistant",
@@ -322,6 +315,7 @@ def encode_part(where, first, row, part):
 # --------------------------------------------------------------------------------------------------- the plan
 SAMPLE = np.dtype([("row", "i8"), ("offset", "i8"), ("length", "i4"), ("supervised", "i4"), ("batch", "i4"),
                    ("start", "i4")])  # offset: first token in tokens.bin; start: first token in the batch
+PLAN_FILES = "samples.npy", "tokens.bin", "loss_mask.bin"
 
 def read_parts(files, base):
     """({"file": …} in a directory, its first row, the part's first row, [line as bytes, or row as dict]).
@@ -447,6 +441,7 @@ def make_plan(o, path, vocab_size, files, directory, known):
     known["counts"] = counts | {
         "samples": len(samples), "tokens": int(samples["length"].sum(dtype="i8")),
         "supervised": int(samples["supervised"].sum(dtype="i8")), "batches": int(samples["batch"][-1]) + 1}
+    known["files"] = {f: warmup.size_of(directory / f) for f in PLAN_FILES}
     for whole in (False, True):  # the second time with sizes, which come from the first
         write_atomic(directory / "plan.json", json.dumps(known | {"whole": whole}, indent=1))
         plan = Plan(directory)
@@ -467,7 +462,8 @@ def get_plan(o, work, path, output):
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it however this process ends
         there = output.read_json("manifest.json")
         old = read_json(directory / "plan.json") or {}
-        old, begun = old if old.get("whole") else {}, bool(marked(work))
+        sizes = {f: warmup.size_of(directory / f) for f in PLAN_FILES}
+        old, begun = old if old.get("whole") and old["files"] == sizes else {}, bool(marked(work))
         data = old["data"] if old.get("inputs") == inputs else sha(*map(warmup.file_hash, files))
         now = determined_by(o, path, data, layers, final)
         known = now | {"fingerprint": sha(compact(now)), "model": o.model, "hidden_size": config.hidden_size,
@@ -476,18 +472,22 @@ def get_plan(o, work, path, output):
             if was and was.get("fingerprint") != known["fingerprint"]:
                 what = "; ".join(f"{k} was {was.get(k)}, now {now[k]}" for k in now if was.get(k) != now[k])
                 raise Refused(f"{place} holds another run. What differs: {what}. Use another OUT and WORK")
-        if begun and old.get("out") != str(output):
-            raise Refused(f"the markers in WORK {work} are of OUT {old.get('out')}: use another for {output}")
-        if begun and not there and not o.plan_only:
-            raise Refused(f"WORK {work} has markers, but OUT {output} is empty: fill it with another WORK")
-        current = old.get("fingerprint") == known["fingerprint"] and old["out"] == str(output)
+        of = old.get("out", "a plan that is gone or damaged")
+        current = of == str(output) and old["fingerprint"] == known["fingerprint"]
+        if begun and (of != str(output) or not there and not o.plan_only) and not (
+                o.reconcile or o.resume_from_output):
+            raise Refused(f"WORK {work} has markers of {of}, and {output} holds {'a' if there else 'no'} run: use "
+                          "another WORK, or let `make reconcile` make the markers anew from what OUT holds")
         try:
-            fcntl.flock(in_use, fcntl.LOCK_SH if current else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shared = current and not o.reconcile
+            fcntl.flock(in_use, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Refused(f"a shard of WORK {work} runs with another plan: use another WORK") from None
+            raise Refused(f"a shard of WORK {work} runs with this or another plan: `make stop`") from None
+        for file in () if current else marked(work).values():
+            file.unlink()  # nobody knows of what, or of another OUT
         plan = Plan(directory) if current else make_plan(o, path, config.vocab_size, files, directory, known)
-        fcntl.flock(in_use, fcntl.LOCK_SH)
-        plan.in_use = in_use
+        fcntl.flock(in_use, fcntl.LOCK_SH) if not o.reconcile else None
+        plan.in_use, plan.complete = in_use, there.get("complete")
         if plan.inputs != inputs:  # equal data under new dates: next time it need not be read to know
             write_atomic(directory / "plan.json", json.dumps(plan.known | {"inputs": inputs}, indent=1))
         if not there and not o.plan_only:  # which also proves that OUT takes files, before any GPU is touched
@@ -500,7 +500,7 @@ def manifest(plan, excluded=None, complete=False):
     record = {"versions": {"torch": torch.__version__, "transformers": transformers.__version__},
               "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
               "excluded": excluded or {}, "complete": complete}
-    local = ("inputs", "out", "whole")
+    local = ("files", "inputs", "out", "whole")
     return json.dumps({k: v for k, v in plan.known.items() if k not in local} | record, indent=1)
 
 # ------------------------------------------------------------------------------------------ model and forward
@@ -627,9 +627,12 @@ class Stage:
 
     def claim(self, work):
         """Refuses a staging directory through which another work directory is running the same extraction."""
-        self.dir.mkdir(exist_ok=True)
         mine = self.dir / f".run_{sha(work.resolve())}"
-        self.lock = open(mine, "w")
+        try:
+            self.dir.mkdir(exist_ok=True)
+            self.lock = open(mine, "w")
+        except OSError as e:
+            raise Refused(f"--stage {self.dir.parent} cannot be written to: {e}") from None
         fcntl.flock(self.lock, fcntl.LOCK_SH)
         for other in set(self.dir.glob(".run_*")) - {mine}:
             try:
@@ -657,7 +660,7 @@ class Stage:
         except OSError as e:
             f.close()
             path.unlink()
-            if e.errno != errno.ENOSPC:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
 
 def raw(array):
@@ -704,7 +707,9 @@ def write_batch(o, plan, stage, uploads, progress, stop, batch, slot, too_large)
                 f.write(part[i:i + (1 << 24)])
         if f.tell() != total:
             raise Failed(f"batch {batch}: {f.tell():,} bytes, {total:,} were planned")
+    fault("written")
     os.replace(path.with_suffix(".tmp"), path)
+    fault("renamed")
     uploads.add(batch, path)
     return slot
 
@@ -725,45 +730,35 @@ class Uploads:
 
     def run(self, batch, path, size):
         try:
-            self.upload(batch, path, size)
+            if not (self.abort.is_set() or self.fatal):
+                self.upload(batch, path, size)
         except BaseException as e:  # main looks at `fatal` between two batches
-            traceback.print_exc() if not isinstance(e, OutputError) else None
+            say(traceback.format_exc()) if not isinstance(e, (OutputError, OSError)) else None
             self.fatal = self.fatal or first_line(e)
         with self.lock:
             self.pending, self.staged = self.pending - 1, self.staged - size
 
     def upload(self, batch, path, size):
-        o, attempt, before = self.o, 0, stamp(path)
+        o, before, excluded = self.o, stamp(path), read_json(path.with_suffix(".json")) or {}
         slowest = min(o.upload_min_mbps, o.upload_mbps / o.uploads / 3 or 1e9)
-        while not (self.abort.is_set() or self.fatal):
-            attempt += 1
-            try:
-                self.output.put(path, KEY.format(batch), size, 60 + size / 1e6 / slowest)
-                if stamp(path) == before:
-                    break
+        def transfer():
+            if excluded:  # before the object, so that no whole object lacks it
+                self.output.write(NOTE.format(batch), compact(excluded))
+            self.output.put(path, KEY.format(batch), size, 60 + size / 1e6 / slowest)
+            if stamp(path) != before:
                 raise OutputError(f"{path} changed while it was uploaded")
-            except OutputError as e:
-                if self.abort.is_set():
-                    return
-                self.last_error = str(e)
+        try:
+            persist(transfer, o.upload_attempts, self.abort, f"batch {batch}: upload")
+        except OutputError as e:
+            if not self.abort.is_set():
+                self.last_error, self.failed = str(e), self.failed + (not e.permanent)
                 if e.permanent:
                     raise
-                say(f"batch {batch}: upload {attempt} of {o.upload_attempts} failed: {e}")
-                if attempt == o.upload_attempts:
-                    self.failed += 1
-                    return
-                self.abort.wait(min(60, 2 ** attempt) * random.uniform(0.5, 1))
-        else:
             return
-        crc = 0
-        with open(path, "rb") as f:  # here, since the one writer's thread must keep up with the GPU
-            while part := f.read(1 << 24):
-                crc = zlib.crc32(part, crc)
+        fault("uploaded")
         # RESUME CONTRACT: the object was seen with its planned size: now the marker, and then the file may go
-        write_atomic(self.work / "markers" / f".done_{batch:06d}", compact(
-            {"batch": batch, "key": KEY.format(batch), "bytes": size, "crc32": crc,
-             "excluded": read_json(path.with_suffix(".json")) or {}, "samples": len(self.plan.rows(batch)),
-             "tokens": int(self.plan.batch_tokens[batch])}))
+        mark(self.work, self.plan, batch, crc_of(path), excluded)
+        fault("marked")
         self.progress.marked(batch)
         for file in (path, path.with_suffix(".json")):
             file.unlink(missing_ok=True)
@@ -779,9 +774,20 @@ class Uploads:
         self.pool.shutdown(cancel_futures=True)
 
 # ------------------------------------------------------------------------------------------------------- main
-def marked(work):  # {batch: its marker's path}
-    found = ((re.fullmatch(r"\.done_(\d{6,})", f.name), f) for f in (work / "markers").iterdir())
-    return {int(match[1]): f for match, f in found if match}
+def mark(work, plan, batch, crc, excluded):
+    write_atomic(work / "markers" / f".done_{batch:06d}", compact(
+        {"batch": batch, "key": KEY.format(batch), "bytes": plan.layout(batch)[2], "crc32": crc,
+         "excluded": excluded, "samples": len(plan.rows(batch)), "tokens": int(plan.batch_tokens[batch])}))
+
+def reconcile(plan, work, output, batches):
+    """Makes the markers of these batches agree with one listing of OUT; returns those not whole there."""
+    done = marked(work)  # before the listing: what others mark meanwhile is left alone
+    found, missing = compare(output, {batch: plan.layout(batch)[2] for batch in batches}, done)
+    for batch, excluded in found.items():
+        mark(work, plan, batch, None, excluded)  # a listing knows no crc32
+    for batch in done.keys() & missing:
+        done[batch].unlink()
+    return missing
 
 def run(o, work, progress, stop):
     """One shard, from the plan to its last marker. Raises Refused, Failed or Stopped."""
@@ -790,22 +796,26 @@ def run(o, work, progress, stop):
         raise Refused(f"--data {o.data}: no such file or directory")
     path, abort = warmup.model_directory(o.model), threading.Event()
     try:
-        aws_config = work / "aws" / ("plan.config" if o.plan_only else f"shard_{o.shard}.config")
+        aws_config = work / "aws" / (f"shard_{o.shard}.config" if progress else "plan.config")
         output = open_output(o.out, aws_config, abort, o.upload_mbps / o.uploads)
         plan = get_plan(o, work, path, output)
+        mine = range(o.shard, plan.counts["batches"], o.num_shards)
+        if o.reconcile or progress and o.resume_from_output:
+            batches = range(plan.counts["batches"]) if o.reconcile else mine
+            if reconcile(plan, work, output, batches) and plan.complete:
+                output.write("manifest.json", manifest(plan))
     except OutputError as e:
         raise Refused(f"OUT {o.out} cannot be used: {str(e).rstrip('.')}. Look at its name, the credentials, "
                       "AWS_ENDPOINT_URL") from None
     stage = Stage(o.stage, plan.fingerprint)
-    for line in monitor.estimate(plan, work, stage, o.num_shards):
+    for line in monitor.estimate(plan, work, stage, o.num_shards) if not o.reconcile else ():
         say(line)
-    if o.plan_only:
+    if not progress:
         return
     stage.claim(work)
     if stage.capacity() < 2 * plan.counts["largest"] * o.num_shards:
         raise Refused(f"--stage {o.stage} has room for {stage.capacity():,} bytes; two batches a shard take "
                       f"{2 * plan.counts['largest'] * o.num_shards:,}. Use another one, or fewer --tokens")
-    mine = range(o.shard, plan.counts["batches"], o.num_shards)
     uploads = Uploads(o, plan, work, output, progress, abort)
     progress.planned(plan, mine, uploads)
 
@@ -871,18 +881,21 @@ def run(o, work, progress, stop):
                      f"The rest waits in {stage.dir}; when the cause is mended, the same command goes on")
     if progress.now["batch"] < len(mine):
         raise Stopped(f"with {progress.now['batch']} of {len(mine)} batches done; the same command goes on")
+    if o.resume_from_output and (rest := set(range(plan.counts["batches"])) - marked(work).keys()):
+        reconcile(plan, work, output, sorted(rest))  # other shards' batches, maybe from other machines
     markers = marked(work)
     if markers.keys() >= set(range(plan.counts["batches"])):  # whoever comes last; twice is harmless
         excluded = {}
         for file in markers.values():
             excluded |= (read_json(file) or {}).get("excluded", {})
-        output.write("manifest.json", manifest(plan, excluded, complete=True))
+        last = partial(output.write, "manifest.json", manifest(plan, excluded, complete=True))
+        persist(last, o.upload_attempts, stop, "manifest.json")
         shutil.rmtree(stage.dir, ignore_errors=True)
         say(f"all {plan.counts['batches']} batches are in {output}; its manifest.json says complete")
 
 def main(argv=None):
     o, progress, code, error, stop = parse_options(argv, Options, __doc__), None, 0, None, threading.Event()
-    work = Path(o.work)
+    work, alone = Path(o.work), o.plan_only or o.reconcile
 
     def asked_to_stop(signum, frame):
         if stop.is_set():  # the second time: at once. Markers and staging are sound at every moment
@@ -890,8 +903,8 @@ def main(argv=None):
             kill_children()
             os._exit(3)
         stop.set()
-        if not progress or progress.now["state"] in ("planning", "loading", "warming"):
-            raise Stopped("before the first batch")
+        if not progress or progress.now["state"] in ("planning", "loading", "warming") or not progress.left:
+            raise Stopped("with no batch under way")
 
     for signum in (signal.SIGTERM, signal.SIGINT):  # started by a background shell, SIGINT would be ignored
         signal.signal(signum, asked_to_stop)
@@ -900,22 +913,23 @@ def main(argv=None):
         try:
             for name in ("plan", "markers", "pids", "logs"):
                 (work / name).mkdir(parents=True, exist_ok=True)
-            pid_file = open(work / "pids" / (".plan" if o.plan_only else f"shard_{o.shard}.pid"), "a+")
+            pid_file = open(work / "pids" / (".plan" if alone else f"shard_{o.shard}.pid"), "a+")
             fcntl.flock(pid_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             pid_file.truncate(0)
             print(os.getpid(), file=pid_file, flush=True)
         except BlockingIOError:
-            who = f"a plan of {work}" if o.plan_only else f"shard {o.shard} of {work}"
+            who = f"a plan of {work}" if alone else f"shard {o.shard} of {work}"
             raise Refused(f"{who} is under way already: wait, or see `make status`") from None
         except OSError as e:
             raise Refused(f"--work {work} cannot be written to ({e.strerror}): use another one") from None
-        if not o.plan_only:
+        if not alone:
             progress = monitor.Progress(work, o.shard, o.num_shards)
+            progress.start()
         run(o, work, progress, stop)
     except (Refused, Failed, Stopped, OutputError) as e:
         code, error = getattr(e, "code", 1), str(e)
     except BaseException as e:
-        traceback.print_exc()
+        say(traceback.format_exc())
         code, error = 1, f"{type(e).__name__}: {first_line(e)}"
     state = "done failed failed stopped".split()[code]
     say(f"{'refused' if code == 2 else state}: {error}") if error else None

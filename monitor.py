@@ -56,6 +56,31 @@ def write_atomic(path, data):
         tmp.unlink(missing_ok=True)
 
 
+def say(text):
+    """A line for the log; a full disk under it ends no run."""
+    try:
+        sys.stdout.flush()
+        os.write(1, f"[{time.strftime('%H:%M:%S')}] {text}\n".encode(errors="replace"))  # leaves nothing behind
+    except OSError:
+        pass
+
+
+def cgroup_room(groups=Path("/sys/fs/cgroup"), own=Path("/proc/self/cgroup")):
+    """Bytes that the memory limits of the cgroups around this process leave; version 2, then version 1."""
+    paths = {kind: path.strip("/") for _, kind, path in
+             (line.split(":", 2) for line in own.read_text().splitlines())}
+    for kind, limit, used, cache in (
+            ("", "memory.max", "memory.current", "inactive_file"),
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")):
+        inner = Path(paths.get(kind, "."))
+        for group in (groups / kind / part for part in (inner, *inner.parents)):
+            try:
+                most, now, stat = ((group / name).read_text() for name in (limit, used, "memory.stat"))
+                yield int(most) - int(now) + int(re.search(rf"^{cache} (\d+)", stat, re.M)[1])
+            except (OSError, ValueError, TypeError):
+                pass  # it has no limit, or this version is not in use
+
+
 def room(path):
     """(bytes used, bytes left) where path lies: the least that filesystem, free memory and cgroup leave."""
     fs, path = os.statvfs(path), Path(path).resolve()
@@ -63,13 +88,7 @@ def room(path):
     mounts = [p for p in psutil.disk_partitions(all=True) if path.is_relative_to(p.mountpoint)]
     if mounts and max(mounts, key=lambda p: len(p.mountpoint)).fstype in ("tmpfs", "ramfs"):
         left.append(psutil.virtual_memory().available)
-        try:
-            group = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().split("::")[1].strip())
-            cache = int(re.search(r"inactive_file (\d+)", (group / "memory.stat").read_text())[1])
-            used = int((group / "memory.current").read_text()) - cache
-            left.append(int((group / "memory.max").read_text()) - used)
-        except (OSError, ValueError, IndexError, TypeError):
-            pass  # no cgroup, or no limit
+        left += cgroup_room()
     return (fs.f_blocks - fs.f_bfree) * fs.f_frsize, max(0, min(left))
 
 
@@ -104,13 +123,11 @@ class Progress(threading.Thread):
             "shard": shard, "num_shards": num_shards, "rate_per_sec": 0.0, "tokens_per_sec": 0.0,
             "gpu_busy": 0.0, "eta_hours": None, "state": "planning", "skipped_by_reason": {},
             "exit_code": None, "error": None}
-        self.set()
-        self.start()
 
     def run(self):
         while True:
-            time.sleep(2)
             self.set()
+            time.sleep(2)
 
     def set(self, **new):
         with self.lock:
@@ -133,7 +150,7 @@ class Progress(threading.Thread):
             try:
                 write_atomic(self.path, json.dumps(now, indent=1))
             except OSError as e:  # a full disk must not end the run; the next one is 2 s away
-                print(f"{self.path} was not written: {e}", flush=True)
+                say(f"{self.path} was not written: {e}")
 
     def planned(self, plan, mine, uploads):
         """The batches of this shard are known: plan is extract.Plan, mine their numbers."""
@@ -476,6 +493,9 @@ def follow(args, work, console, live):
         shards = [read_shard(work, i) for i in range(count)]
         seen_alive |= {s["shard"] for s in shards if s["alive"]}
         codes = [exit_code(s, s["shard"] in seen_alive, now - begun) for s in shards]
+        held = [s["condition"] == "stale" and "SIGSTOP" in s["message"] for s in shards]
+        if any(held) and all(code is not None or still for code, still in zip(codes, held)):
+            codes = [1 if code is None else code for code in codes]  # nobody is left who would move
         over = None not in codes if shards else now - begun > GRACE_S
         if console.is_terminal:
             show(console, snapshot(work, args.stage, count), live)

@@ -34,7 +34,7 @@ import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
 
-from monitor import read_json, write_atomic
+from monitor import read_json, say, write_atomic
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -55,7 +55,7 @@ class Failed(Exception):
 
 # ----------------------------------------------------------------------------------------- the command line
 def opt(default, help, low=None, high=None, choices=None):
-    """A dataclass field that becomes a flag; low and high are checked by extract.check_options."""
+    """A dataclass field that becomes a flag; low and high are for check_ranges."""
     return field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices})
 
 
@@ -73,6 +73,18 @@ def parse_options(argv, cls, doc):
         shown = f" (default: {f.default})" if f.default not in ("", False) else ""
         parser.add_argument(flag(f.name), default=f.default, help=f.metadata["help"] + shown, **more)
     return cls(**vars(parser.parse_args(argv)))
+
+
+def check_ranges(o):
+    """Raises Refused for a number out of its flag's range, and for GPUs that torch does not see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible and not torch.cuda.is_available():
+        raise Refused(f"torch {torch.__version__} sees no GPU under CUDA_VISIBLE_DEVICES={visible}. Look at "
+                      "nvidia-smi; empty, it means the CPU")
+    for f in fields(o):
+        value, low, high = getattr(o, f.name), f.metadata["low"], f.metadata["high"]
+        if low is not None and not low <= value <= high:
+            raise Refused(f"{flag(f.name)} {value} is not from {low} to {high:,.0f}")
 
 
 def own_shard(o):
@@ -114,10 +126,6 @@ def size_of(path):
         return path.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def say(text):
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
 def first_line(error):

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -215,6 +216,39 @@ def test_stop_signals_nobody_else(tmp_path):
     p = make("stop", f"WORK={tmp_path}")
     assert "no shard" in p.stdout and other.poll() is None
     other.kill()
+
+
+def test_stop_reaches_a_shard_that_sigstop_holds(tmp_path):
+    (tmp_path / "extract.py").write_text("import time; time.sleep(60)")
+    held = subprocess.Popen([sys.executable, "extract.py", "--work", "w"], cwd=tmp_path)
+    (tmp_path / "w/pids").mkdir(parents=True)
+    (tmp_path / "w/pids/shard_0.pid").write_text(f"{held.pid}\n")
+    held.send_signal(signal.SIGSTOP)
+    threading.Thread(target=held.wait, daemon=True).start()  # so that it does not stay a zombie
+    p = make("stop", f"WORK={tmp_path / 'w'}")
+    assert p.returncode == 0 and "stopped" in p.stdout, p.stdout
+    held.kill()
+
+
+def test_clean_shm_names_what_was_not_uploaded_and_leaves_others_alone(tmp_path):
+    work, stage = tmp_path / "w", tmp_path / "stage"
+    for folder in (work / "plan", work / "markers", stage / "abc", stage / "other"):
+        folder.mkdir(parents=True)
+    (work / "plan/plan.json").write_text('{"fingerprint": "abc"}')
+    (work / "markers/.done_000001").write_text("{}")
+    for file in ("abc/batch_000001.safetensors", "abc/batch_000002.safetensors", "other/batch_000003.safetensors"):
+        (stage / file).write_text("x")
+    p = make("clean-shm", f"WORK={work}", f"STAGE={stage}")
+    assert p.returncode == 0 and "batch_000002" in p.stdout and "batch_000001" not in p.stdout
+    assert [f.name for f in stage.rglob("batch_*")] == ["batch_000003.safetensors"]
+
+
+def test_reconcile_through_make_prints_the_difference(finished, inputs):
+    _, d = finished
+    _, knobs = knobs_of(inputs, d)
+    (d / "w/markers/.done_000000").unlink()
+    p = make("reconcile", *knobs)
+    assert p.returncode == 0 and "1 markers added, 0 dropped" in p.stdout, p.stdout + p.stderr
 
 
 def test_more_shards_than_devices_is_refused(run):

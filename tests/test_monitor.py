@@ -444,6 +444,33 @@ def test_an_exit_code_counts_while_the_process_still_lives(run):
     assert run.monitor("--follow").returncode == 0
 
 
+@pytest.fixture
+def four(run):
+    """Of four shards one is done, one killed, one failed, one held by SIGSTOP."""
+    for shard in range(4):
+        run.progress(shard, 4), run.process(shard)
+    follow = run.background("--follow", "--num-shards", "4")
+    follow.stdout.readline()
+    run.processes[1].kill()
+    run.progress(2, 4, state="failed", exit_code=1, error="boom")
+    run.processes[3].send_signal(signal.SIGSTOP)
+    run.progress(3, 4, updated_at=time.time() - 42)
+    run.progress(0, 4, state="done", exit_code=0)
+    run.said, run.code = follow.communicate(timeout=60)[0], follow.returncode
+    return run
+
+
+def test_follow_ends_when_nobody_is_left_who_moves(four):
+    assert four.code == 1 and four.processes[3].poll() is None
+
+
+def test_follow_names_each_shard_that_did_not_finish(four):
+    assert "shard 0 exited 0 (done)" in four.said
+    assert re.search(r"shard 1 exited 1 \(failed\): pid \d+ is gone", four.said)
+    assert "shard 2 exited 1 (failed): failed: boom" in four.said
+    assert re.search(r"shard 3 exited 1 \(failed\): stale \d+ s \(process is stopped: SIGSTOP\)", four.said)
+
+
 def test_ctrl_c_leaves_the_shards_running(run):
     run.progress(0)
     shard = run.process(0)

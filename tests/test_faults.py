@@ -1,0 +1,735 @@
+"""Faults made for real: S3 servers that refuse, go silent, die, change their mind; full disks; bad numbers.
+
+    python -m pytest tests/test_faults.py
+
+All scenarios run at the same time, since most of them wait. After each the same command goes on to the bytes
+of an undisturbed run. tests/drill.py (`make drill`) is the long one.
+"""
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import monitor
+import tiny
+from export import NOTE, open_output
+from link import Link
+from s3 import S3Server
+from shards import Shards
+
+ROOT = Path(__file__).resolve().parent.parent
+ACCESS, SECRET = "AKIADISTINCTIVE0KEY", "distinctive/secret+of+these/tests"
+WIDE = ["--tokens", 16384, "--layers", "0,1,2,3,4,5,6,7"]  # one batch of 22 MB: a multipart upload
+
+
+class Shard:
+    """A place for a run of one shard (or several), started as often as a test likes."""
+
+    def __init__(self, shards, folder, place, stage, data, out=None, env=None, args=()):
+        self.shards, self.folder, self.stage, self.args = shards, folder, stage, args
+        self.work, self.out = folder / "work", out or folder / "out"
+        self.env, self.model, self.data, self.begun = env, place.model, data, {}
+
+    def log_file(self, shard=0):
+        return self.folder / f"shard_{shard}.log"
+
+    def start(self, *args, shard=0, of=1, work=None, **more):
+        log = self.log_file(shard)
+        self.begun[shard] = log.stat().st_size if log.exists() else 0
+        return self.shards.start(
+            ["--model", self.model, "--data", self.data, "--out", self.out, "--work", work or self.work,
+             "--stage", self.stage, "--shard", shard, "--num-shards", of, "--tokens", 1024, "--max-len", 300,
+             "--compute-dtype", "fp32", "--dtype", "fp32", *self.args, *args], log, self.env, **more)
+
+    def run(self, *args, **how):
+        return code(self.start(*args, **how))
+
+    def log(self, shard=0):
+        """What the latest start of a shard said."""
+        log = self.log_file(shard)
+        return log.read_bytes()[self.begun.get(shard, 0):].decode() if log.exists() else ""
+
+    def progress(self):
+        return monitor.read_json(self.work / "progress_shard_0.json") or {}
+
+    def markers(self):
+        return {int(f.name[6:]): json.loads(f.read_text()) for f in (self.work / "markers").glob(".done_*")}
+
+    def staged(self):
+        return sorted(self.stage.glob("*/batch_*.safetensors"))
+
+
+def code(process, seconds=400):
+    """Exit code of a shard; fails when it does not end."""
+    process.join(seconds)
+    assert process.exitcode is not None, f"it still runs after {seconds} s"
+    return process.exitcode
+
+
+def until(condition, process=None, seconds=300):
+    """The first true value of condition(); fails after `seconds`, or when the process ends before."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        ended = process and process.exitcode is not None
+        if value := condition():
+            return value
+        assert not ended, f"the process ended with {process.exitcode}"
+        time.sleep(0.01)
+    raise AssertionError(f"nothing after {seconds} s")
+
+
+def objects(folder):
+    """{name: bytes} of an output's batches."""
+    return {f.name: f.read_bytes() for f in (Path(folder) / "batches").iterdir()}
+
+
+def children(process):
+    try:
+        return psutil.Process(process.pid).children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def command_line(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+@pytest.fixture(scope="module")
+def shards():
+    made = Shards()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def small():
+    """small(size) -> a new filesystem in memory of that size."""
+    made = []
+
+    def new(size, *options):
+        folder = Path(tempfile.mkdtemp(prefix="hidden-states-test-", dir="/dev/shm"))
+        command = ["mount", "-t", "tmpfs", "-o", ",".join([f"size={size}", *options]), "tmpfs", folder]
+        if subprocess.run(command).returncode:
+            folder.rmdir()
+            pytest.skip("only root can mount a small filesystem")
+        made.append(folder)
+        return folder
+    yield new
+    for folder in made:
+        subprocess.run(["umount", "-l", folder], check=True)
+        folder.rmdir()
+
+
+@pytest.fixture(scope="module")
+def new(shards, place, staging, tmp_path_factory):
+    """new(...) -> a Shard with directories of its own."""
+    def make(data=None, **how):
+        folder = tmp_path_factory.mktemp("fault")
+        return Shard(shards, folder, place, how.pop("stage", None) or staging(), data or place.few, **how)
+    return make
+
+
+@pytest.fixture(scope="module")
+def plain(new, place):
+    """{data: batches of an undisturbed run}"""
+    asked = {"few": (place.few, ()), "chat": (place.chat, ()), "wide": (place.chat, WIDE),
+             "narrow": (place.chat, ["--tokens", 300])}
+    runs = {name: new(data, args=args) for name, (data, args) in asked.items()}
+    for name, process in {name: run.start() for name, run in runs.items()}.items():
+        assert code(process) == 0, runs[name].log()
+    return {name: objects(run.out) for name, run in runs.items()}
+
+
+# ---- S3 trouble
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory):
+    with S3Server(tmp_path_factory.mktemp("s3") / "data", access_key=ACCESS, secret_key=SECRET) as server:
+        server.make_bucket("bucket")
+        yield server
+
+
+class Trouble:
+    """Scenarios, each a method that starts a shard into S3 over a link of its own and does something to it
+    while it uploads. They leave what the tests look at in the Shard that they return."""
+
+    def __init__(self, new, place, s3, small):
+        self.new, self.place, self.s3, self.small = new, place, s3, small
+
+    def into(self, name, server=None, bucket="bucket", **how):
+        server = server or self.s3
+        link = Link(server.port)
+        run = self.new(out=f"s3://{bucket}/{name}",
+                       env=server.environ() | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}"}, **how)
+        run.link, run.files, run.put = link, server.directory / bucket / name, f"PUT /{bucket}/{name}/batches".encode()
+        return run
+
+    def refused(self):
+        """Connections are refused for 30 s from the first upload on."""
+        run = self.into("refused")
+
+        def cut():
+            run.link.refuse()
+            threading.Timer(30, run.link.open).start()
+        run.link.on(run.put, cut)
+        run.code = run.run()
+        return run
+
+    def wrong_key(self):
+        """The key is no longer valid when the first upload begins; later it is again."""
+        with S3Server(self.s3.directory, access_key=ACCESS, secret_key="another-secret") as other:
+            run = self.into("wrong_key")
+            run.link.on(run.put, lambda: setattr(run.link, "upstream", other.port))
+            run.first_code = run.run()
+            run.first, run.first_log, run.left = run.progress(), run.log(), len(run.staged())
+        run.link.upstream = self.s3.port
+        run.code = run.run()
+        return run
+
+    def no_bucket(self):
+        """The bucket is gone when the first upload begins; later it is there again."""
+        self.s3.make_bucket("fleeting")
+        run, away = self.into("run", bucket="fleeting"), self.s3.directory.parent / "away"
+        run.link.on(run.put, lambda: os.rename(self.s3.directory / "fleeting", away))
+        run.first_code = run.run()
+        run.first, run.first_log, run.left = run.progress(), run.log(), len(run.staged())
+        shutil.rmtree(self.s3.directory / "fleeting", ignore_errors=True)
+        os.rename(away, self.s3.directory / "fleeting")
+        time.sleep(2)  # the server looks at its directories every second
+        run.code = run.run()
+        return run
+
+    def killed_server(self):
+        """The server is killed at the second part of a multipart upload, and started again."""
+        folder = self.s3.directory.parent / "killed"
+        with S3Server(folder, access_key=ACCESS, secret_key=SECRET) as server:
+            server.make_bucket("bucket")
+            run = self.into("wide", server, data=self.place.chat, args=WIDE)
+
+            run.link.on(b"partNumber=2", server.process.kill)
+            process = run.start()
+            until(lambda: server.process.poll() is not None, process)
+            time.sleep(3)
+            server.start()
+            run.code = code(process)
+        return run
+
+    def silent(self):
+        """From the first upload on the server answers nothing, until an upload has been ended for it."""
+        run = self.into("silent")
+        run.link.on(run.put, lambda: setattr(run.link, "silent", True), keep=True)
+        process = run.start("--upload-min-mbps", "1000")
+        until(lambda: "ended after" in run.log(), process)
+        run.link.silent = False
+        run.code = code(process)
+        return run
+
+    def stopped(self):
+        """TERM while the server is silent; then TERM twice; then a server that answers."""
+        run = self.into("stopped")
+        for times in (1, 2):
+            run.link.on(run.put, lambda: setattr(run.link, "silent", True), keep=True)
+            process = run.start()
+            until(lambda: run.link.silent, process)
+            uploads = [p for p in children(process) if "batch_" in command_line(p)]
+            for _ in range(times):
+                began = time.monotonic()
+                os.kill(process.pid, signal.SIGTERM)
+                time.sleep(1)
+            run.codes = [*getattr(run, "codes", []), code(process, 60)]
+            run.seconds = [*getattr(run, "seconds", []), round(time.monotonic() - began, 1)]
+            _, left = psutil.wait_procs(uploads, timeout=3)
+            run.left = [*getattr(run, "left", []), *left]
+            run.link.silent = False
+        run.states = run.progress()["state"], run.progress()["exit_code"]
+        run.code = run.run()
+        return run
+
+    def vanished(self):
+        """While one file is being uploaded, the next one disappears from staging."""
+        run = self.into("vanished", args=["--uploads", "1"])
+        run.link.on(run.put, lambda: setattr(run.link, "silent", True), keep=True)
+        process = run.start()
+        until(lambda: run.link.silent and len(run.staged()) == 3, process)
+        run.gone = run.staged()[1]
+        run.gone.unlink()
+        run.link.silent = False
+        run.first_code, run.first_log, run.first = code(process), run.log(), run.progress()
+        run.code = run.run()
+        return run
+
+    def full_work(self):
+        """WORK's disk, which holds the log, too, is full while markers and progress are written."""
+        run = self.into("full_work")
+        run.work = self.small("4m")
+        run.log_file = lambda shard=0: run.work / "shard.log"
+        filler = run.work / "filler"
+        run.link.on(run.put, lambda: fill(filler), keep=True)
+        run.first_code = run.run()
+        run.first, run.first_markers = run.progress(), run.markers()
+        filler.unlink()
+        run.code = run.run()
+        return run
+
+    def full_stage(self):
+        """Somebody else takes whatever room there is in staging, and gives it back."""
+        run = self.into("full_stage", data=self.place.chat, stage=self.small("6m"))
+        filler = run.stage / "filler"
+        process = run.start()
+        until(lambda: run.staged(), process)
+        run.states = set()
+
+        def noticed():
+            fill(filler)
+            run.states.add(run.progress().get("state"))
+            return "with other files than this run's" in run.log()
+        until(noticed, process)
+        run.status = subprocess.run([sys.executable, ROOT / "monitor.py", "--work", run.work, "--num-shards", "1"],
+                                    capture_output=True, text=True).stdout
+        run.status_json = monitor.snapshot(run.work, str(run.stage), 1)
+        filler.unlink()
+        run.code = code(process)
+        return run
+
+
+def fill(path):
+    """Writes a file until its filesystem is full."""
+    with open(path, "ab", buffering=0) as f:
+        try:
+            while f.write(bytes(4096)):
+                pass
+        except OSError:
+            pass
+
+
+@pytest.fixture(scope="module")
+def trouble(new, shards, place, s3, small, plain):
+    """{scenario: its Shard}, and under `seen` every command line that a process below them had."""
+    made, stop, seen = Trouble(new, place, s3, small), threading.Event(), []
+    names = [name for name in vars(Trouble) if not name.startswith("_") and name != "into"]
+
+    def watch():
+        while not stop.wait(0.1):
+            for process in list(shards.processes):
+                seen.append([line for line in map(command_line, children(process)) if line])
+    thread = threading.Thread(target=watch)
+    thread.start()
+
+    def one(name):
+        began = time.monotonic()
+        try:
+            return getattr(made, name)()
+        finally:
+            print(f"{name}: {time.monotonic() - began:.0f} s")
+    try:
+        with ThreadPoolExecutor(len(names)) as pool:
+            runs = dict(zip(names, pool.map(one, names)))
+    finally:
+        stop.set()
+        thread.join()
+    for run in runs.values():
+        run.link.close()
+    runs["seen"] = [line for lines in seen for line in lines]
+    return runs
+
+
+SCENARIOS = {"refused": "few", "wrong_key": "few", "no_bucket": "few", "killed_server": "wide", "silent": "few",
+             "stopped": "few", "vanished": "few", "full_work": "few", "full_stage": "chat"}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_after_the_fault_the_run_ends_with_0(trouble, name):
+    assert trouble[name].code == 0, trouble[name].log()
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_after_the_fault_the_objects_are_those_of_an_undisturbed_run(trouble, plain, name):
+    assert objects(trouble[name].files) == plain[SCENARIOS[name]]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_after_the_fault_no_traceback_was_needed(trouble, name):
+    assert "Traceback" not in trouble[name].log_file().read_text()
+
+
+def test_a_refused_connection_is_in_the_log_and_tried_again(trouble):
+    assert "Could not connect" in trouble["refused"].log()
+
+
+@pytest.mark.parametrize("name, words", [("wrong_key", "SignatureDoesNotMatch"), ("no_bucket", "NoSuchBucket")])
+def test_what_cannot_heal_ends_the_shard_early_with_the_server_s_words(trouble, name, words):
+    run = trouble[name]
+    assert run.first_code == 1 and words in run.first["error"] and " of 5 failed" not in run.first_log
+
+
+@pytest.mark.parametrize("name", ["wrong_key", "no_bucket"])
+def test_what_could_not_be_uploaded_stays_in_staging(trouble, name):
+    assert trouble[name].left and "0 staged" not in trouble[name].log()
+
+
+def test_an_upload_to_a_silent_server_is_ended_and_tried_again(trouble):
+    assert "upload 1 of 5 failed: aws s3 cp: ended after 60 s" in trouble["silent"].log()
+
+
+def test_a_shard_stopped_at_a_silent_server_exits_with_3(trouble):
+    assert trouble["stopped"].codes == [3, 3]
+
+
+def test_a_second_request_to_stop_says_stopped(trouble):
+    assert trouble["stopped"].states == ("stopped", 3)
+
+
+def test_no_upload_outlives_a_shard_that_was_stopped(trouble):
+    assert trouble["stopped"].left == []
+
+
+def test_a_file_that_left_staging_ends_the_shard_and_is_named(trouble):
+    run = trouble["vanished"]
+    assert run.first_code == 1 and str(run.gone) in run.first["error"]
+
+
+def test_a_full_work_directory_ends_the_shard_with_1(trouble):
+    assert trouble["full_work"].first_code == 1
+
+
+def test_a_full_work_directory_leaves_whole_progress_and_markers(trouble):
+    run = trouble["full_work"]
+    assert run.first["state"] and all(marker["bytes"] for marker in run.first_markers.values())
+
+
+def test_a_full_stage_is_waited_for_and_said(trouble):
+    run = trouble["full_stage"]
+    assert "waiting_for_room" in run.states and run.progress()["waited_for_room_s"] > 0
+
+
+def test_the_wait_for_room_is_in_the_status(trouble):
+    run = trouble["full_stage"]
+    assert "waiting for room" in run.status and run.status_json["waited_for_room_s"] > 0
+
+
+def test_uploads_were_seen_while_looking_for_credentials(trouble):
+    assert any("s3 cp" in line for line in trouble["seen"])
+
+
+def test_credentials_are_in_no_command_line(trouble):
+    assert not [line for line in trouble["seen"] if ACCESS in line or SECRET in line]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_credentials_are_in_no_log_and_no_file_whatever_happens(trouble, name):
+    run = trouble[name]
+    for file in [*run.work.rglob("*"), *run.folder.rglob("*"), *run.stage.rglob("*")]:
+        if file.is_file():
+            text = file.read_bytes()
+            assert ACCESS.encode() not in text and SECRET.encode() not in text, file
+
+
+# ---- OUT says what is done
+
+def copy(run, out):
+    """`out` as a new directory of the run's own, and no memory of it in WORK."""
+    run.out = shutil.copytree(out, run.folder / "copied")
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(new, place):
+    run = new(place.chat)
+    assert run.run() == 0, run.log()
+    return run
+
+
+@pytest.fixture(scope="module")
+def mended(new, whole, place):
+    """An object deleted, one cut, one marker deleted; then reconcile, then the run again."""
+    run = copy(new(place.chat), whole.out)
+    shutil.copytree(whole.work, run.work)
+    plan = json.loads((run.work / "plan/plan.json").read_text())  # as if the run had always been there
+    (run.work / "plan/plan.json").write_text(json.dumps(plan | {"out": str(run.out)}))
+    (run.out / "batches/batch_000003.safetensors").unlink()
+    os.truncate(run.out / "batches/batch_000005.safetensors", 1000)
+    (run.work / "markers/.done_000007").unlink()
+    run.reconcile_code, run.reconcile_log = run.run("--reconcile"), run.log()
+    run.after, run.manifest = run.markers(), json.loads((run.out / "manifest.json").read_text())
+    run.code = run.run()
+    return run
+
+
+def test_reconcile_exits_with_0_and_says_the_difference(mended):
+    assert mended.reconcile_code == 0
+    assert "9 of 11 batches are whole; 1 markers added, 2 dropped" in mended.reconcile_log
+
+
+def test_reconcile_names_each_object_that_is_not_as_planned(mended):
+    assert "batch_000003.safetensors is not there" in mended.reconcile_log
+    assert "batch_000005.safetensors has 1,000 bytes" in mended.reconcile_log
+
+
+def test_reconcile_leaves_markers_of_whole_objects_alone(mended, whole):
+    assert sorted(mended.after) == [0, 1, 2, 4, 6, 7, 8, 9, 10]
+    same = set(mended.after) - {7}
+    assert {b: mended.after[b] for b in same} == {b: whole.markers()[b] for b in same}
+
+
+def test_a_marker_from_a_listing_knows_all_but_the_crc(mended, whole):
+    assert mended.after[7] == whole.markers()[7] | {"crc32": None}
+
+
+def test_an_output_that_lacks_objects_is_not_complete(mended):
+    assert mended.manifest["complete"] is False
+
+
+def test_after_reconcile_the_run_makes_what_is_missing(mended, plain):
+    assert mended.code == 0 and "2 are to be computed" in mended.log(), mended.log()
+    assert objects(mended.out) == plain["chat"]
+    assert json.loads((mended.out / "manifest.json").read_text())["complete"] is True
+
+
+@pytest.fixture(scope="module")
+def moved(new, whole, place):
+    """Two shards start at once on a fresh machine with a half-filled OUT and an empty WORK."""
+    run = copy(new(place.chat), whole.out)
+    for batch in (1, 4, 5, 8, 10):
+        (run.out / f"batches/batch_{batch:06d}.safetensors").unlink()
+    run.before = {f.name: f.stat().st_mtime_ns for f in (run.out / "batches").iterdir()}
+    run.codes = [code(p) for p in [run.start("--resume-from-output", shard=i, of=2) for i in (0, 1)]]
+    return run
+
+
+def test_a_run_moves_to_another_machine_with_its_command_alone(moved, plain):
+    assert moved.codes == [0, 0] and objects(moved.out) == plain["chat"], moved.log(0) + moved.log(1)
+
+
+def test_a_moved_run_computes_only_what_out_lacks(moved):
+    now = {f.name: f.stat().st_mtime_ns for f in (moved.out / "batches").iterdir()}
+    assert {name: now[name] for name in moved.before} == moved.before
+
+
+def test_a_moved_run_is_complete(moved):
+    assert json.loads((moved.out / "manifest.json").read_text())["complete"] is True
+    assert sorted(moved.markers()) == list(range(11))
+
+
+def test_machines_without_a_shared_disk_complete_one_output(new, place, plain):
+    run = new(place.few)
+    for shard in (0, 1):
+        assert run.run("--resume-from-output", shard=shard, of=2, work=run.folder / f"work{shard}") == 0, run.log(shard)
+    assert objects(run.out) == plain["few"]
+    assert json.loads((run.out / "manifest.json").read_text())["complete"] is True
+
+
+FAKE = """#!/bin/sh
+echo "$*" >>{folder}/args
+exec {aws} "$@"
+"""
+
+
+def test_a_finished_run_in_s3_is_known_by_two_listings_alone(new, place, s3, whole):
+    run = new(place.chat, out="s3://bucket/finished", env=s3.environ())
+    shutil.copytree(whole.out, s3.directory / "bucket/finished")
+    (run.folder / "aws").write_text(FAKE.format(folder=run.folder, aws=Path(sys.executable).parent / "aws"))
+    (run.folder / "aws").chmod(0o755)
+    assert run.run("--resume-from-output", PATH=f"{run.folder}:{os.environ['PATH']}") == 0, run.log()
+    calls = [line.split()[:2] for line in (run.folder / "args").read_text().splitlines()]
+    batches = [line for line in (run.folder / "args").read_text().splitlines() if "batch_" in line]
+    assert calls.count(["s3api", "list-objects-v2"]) == 2 and not batches
+
+
+def test_a_listing_of_14_000_objects_is_whole(s3, monkeypatch):
+    folder = s3.directory / "bucket/many/batches"
+    folder.mkdir(parents=True)
+    for batch in range(14_000):
+        (folder / f"batch_{batch:06d}.safetensors").write_bytes(b"x" * (batch % 5))
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    found = open_output("s3://bucket/many").sizes()
+    assert found == {f"batches/batch_{batch:06d}.safetensors": batch % 5 for batch in range(14_000)}
+
+
+def test_reconcile_is_refused_while_a_shard_runs(new, place, s3):
+    run = new(place.few, out="s3://bucket/under_way", env=s3.environ(), args=["--upload-mbps", "0.1"])
+    process = run.start()
+    until(lambda: run.progress().get("state") in ("running", "draining"), process)
+    markers = run.markers()
+    assert run.run("--reconcile", shard=0) == 2 and "make stop" in run.log_file().read_text()
+    assert process.exitcode is None and markers.items() <= run.markers().items()
+    process.kill()
+
+
+def test_markers_without_a_plan_are_refused_until_they_are_reconciled(new, whole, place, plain):
+    run = copy(new(place.chat), whole.out)
+    shutil.copytree(whole.work, run.work)
+    (run.work / "plan/plan.json").unlink()
+    (run.out / "batches/batch_000002.safetensors").unlink()
+    assert run.run() == 2 and "make reconcile" in run.log() and "Traceback" not in run.log()
+    assert run.run("--reconcile") == 0 and sorted(run.markers()) == [0, 1, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert run.run() == 0 and objects(run.out) == plain["chat"]
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "samples.npy", "loss_mask.bin"])
+def test_a_damaged_plan_with_markers_is_refused_by_name(new, whole, place, name):
+    run = new(place.chat, out=whole.out)
+    shutil.copytree(whole.work, run.work)
+    os.truncate(run.work / "plan" / name, 100)
+    assert run.run() == 2 and "make reconcile" in run.log() and "Traceback" not in run.log(), run.log()
+
+
+def test_a_damaged_plan_without_markers_is_made_again(new, place, plain):
+    run = new(place.few)
+    assert run.run("--plan-only") == 0
+    os.truncate(run.work / "plan/tokens.bin", 100)
+    assert run.run() == 0 and objects(run.out) == plain["few"], run.log()
+
+
+# ---- disk and memory
+
+def test_eight_shards_race_for_a_small_staging_area(new, place, plain, small):
+    run = new(place.chat, stage=small("7m"), args=["--tokens", 300])
+    codes = [code(p) for p in [run.start(shard=shard, of=8) for shard in range(8)]]
+    assert codes == [0] * 8 and objects(run.out) == plain["narrow"], run.log(codes.index(max(codes)))
+
+
+def test_staging_that_cannot_be_written_to_is_refused(new, place, small):
+    folder = small("4m")
+    run = new(place.few, stage=folder)
+    subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+    assert run.run() == 2 and f"--stage {folder} cannot be written to" in run.log(), run.log()
+    assert "Traceback" not in run.log()
+
+
+@pytest.mark.parametrize("version", [2, 1])
+def test_room_is_what_the_tightest_cgroup_around_leaves(tmp_path, version):
+    limit, used, cache, kind = {
+        2: ("memory.max", "memory.current", "inactive_file", "0:"),
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "4:memory")}[version]
+    top = tmp_path / ("memory" if version == 1 else "")
+    for group, most in ((top / "pod", "5000"), (top / "pod/box", "max" if version == 2 else str(2**60))):
+        group.mkdir(parents=True)
+        (group / limit).write_text(most + "\n")
+        (group / used).write_text("3000\n")
+        (group / "memory.stat").write_text(f"anon 1\n{cache} 200\nother 7\n")
+    (tmp_path / "own").write_text(f"9:cpu:/\n{kind}:/pod/box\n")
+    assert min(monitor.cgroup_room(tmp_path, tmp_path / "own")) == 5000 - 3000 + 200
+
+
+def test_a_cgroup_s_limit_below_the_filesystem_s_size_is_the_room(tmp_path):
+    folder = Path(f"/sys/fs/cgroup/memory/test-{os.getpid()}")
+    try:
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(200 << 20))
+    except OSError:
+        pytest.skip("no cgroup can be made here")
+    try:
+        command = f"echo $$ >{folder}/cgroup.procs; exec {sys.executable} -c \"import monitor; print(monitor.room('/dev/shm')[1])\""
+        out = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
+        assert 0 < int(out.stdout) < 200 << 20, out.stderr
+    finally:
+        folder.rmdir()
+
+
+# ---- bad numbers
+
+@pytest.fixture(scope="module")
+def poisoned(place, tmp_path_factory):
+    """{value: (a model whose embedding of one token holds it, data whose sample 2 is made of that token)}"""
+    folder, made = tmp_path_factory.mktemp("poisoned"), {}
+    for name, value in (("nan", float("nan")), ("inf", float("inf")), ("zero", 0.0)):
+        model = shutil.copytree(place.model, folder / name)
+        token = poison(model, value)
+        lines = [{"id": "../../up", "input_ids": [token if row == 2 else 7 + row] * 9} for row in range(4)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        made[name] = model, folder / f"{name}.jsonl"
+    return made
+
+
+def poison(model, value):
+    """Sets the embedding of a token that the start checks do not meet; returns the token."""
+    rng = np.random.default_rng(0)
+    met = np.concatenate([rng.integers(0, tiny.VOCAB, n) for n in (37, 5, 150)])
+    token = min(set(range(100, 600)) - {*met.tolist(), *(met + 1).tolist()})
+    for file in model.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            if "embed_tokens" in name:
+                tensors[name][token] = value
+                save_file(tensors, file, {"format": "pt"})
+    return token
+
+
+@pytest.mark.parametrize("name", ["nan", "inf", "zero"])
+def test_bad_states_stop_the_shard_and_name_batch_and_sample(new, poisoned, name):
+    model, data = poisoned[name]
+    run = new(data)
+    run.model = model
+    assert run.run() == 1 and "batch 0: states of sample 2" in run.progress()["error"], run.log()
+    assert run.markers() == {} and not (run.out / "batches").exists()
+
+
+@pytest.fixture(scope="module")
+def passed_over(new, poisoned):
+    """The same with --skip-bad; then once more on a fresh machine."""
+    model, data = poisoned["nan"]
+    run = new(data)
+    run.model = model
+    run.code, run.first = run.run("--skip-bad"), run.markers()
+    run.manifest = json.loads((run.out / "manifest.json").read_text())
+    shutil.rmtree(run.work)
+    run.next_code = run.run("--resume-from-output", "--skip-bad")
+    return run
+
+
+def test_a_bad_sample_can_be_passed_over_and_is_recorded(passed_over):
+    assert passed_over.code == 0, passed_over.log()
+    assert passed_over.first[0]["excluded"] == passed_over.manifest["excluded"] == {"2": "bad numbers"}
+
+
+def test_a_sample_passed_over_is_zeros_without_a_mask(passed_over):
+    with safe_open(passed_over.out / "batches/batch_000000.safetensors", "np") as f:
+        bad = f.get_tensor("loss_mask") == 0
+        assert bad.sum() == 9 and not f.get_tensor("hidden_states")[bad].any()
+        assert (f.get_tensor("hidden_states")[~bad] != 0).any(1).all()
+
+
+def test_a_marker_made_from_out_knows_what_was_passed_over(passed_over):
+    assert passed_over.next_code == 0 and "0 are to be computed" in passed_over.log()
+    assert passed_over.markers()[0]["excluded"] == {"2": "bad numbers"}
+    assert json.loads((passed_over.out / "manifest.json").read_text())["excluded"] == {"2": "bad numbers"}
+
+
+def test_a_note_on_an_object_that_is_gone_is_taken_back(new, passed_over, poisoned):
+    run = copy(new(poisoned["nan"][1]), passed_over.out)
+    run.model = poisoned["nan"][0]
+    (run.out / "batches/batch_000000.safetensors").unlink()
+    assert run.run("--reconcile") == 0 and (run.out / NOTE.format(0)).read_text() == "{}"
+
+
+# ---- nothing of the data is a name or a command
+
+def test_names_and_texts_of_the_data_are_never_run(new, place, tmp_path):
+    folder = tmp_path / "$(touch pwned)"
+    folder.mkdir()
+    words = ["$(touch pwned)", "`touch pwned`", "; touch pwned;", "../../../pwned", "{{ cycler.__init__ }}"]
+    lines = [{"id": word, "messages": [{"role": "user", "content": word}, {"role": "assistant", "content": word}]}
+             for word in words]
+    (folder / "`touch pwned`;.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = new(folder)
+    assert run.run() == 0, run.log()
+    assert not [f for f in [*run.folder.rglob("*"), *tmp_path.rglob("*"), ROOT / "pwned"]
+                if f.name == "pwned" and f.exists()]
+    assert {f.name for f in (run.out / "batches").iterdir()} == {"batch_000000.safetensors"}
