@@ -5,15 +5,21 @@
     python monitor.py --work work --json            one object, for scripts
     python monitor.py --work work --markdown        writes work/STATUS.md
     python monitor.py --follow --num-shards 4       progress until the shards end, then their worst exit code
+    python monitor.py --work work --web             a page with curves, and /metrics for Prometheus
+    python monitor.py --work work --plot run.png    the curves as a picture
+    python monitor.py --work work --snapshot        keeps status, scripts, versions and curves in snapshots/TIME
 
 It reads plan/plan.json, progress_shard_N.json (the shard's own word, at least every 5 s while it lives) and
 pids/shard_N.pid (the launcher's; without one, as under Slurm, a shard lives while its progress is fresh).
-Pids are reused: one counts only while its process runs extract.py on this very work directory.
+Pids are reused: one counts only while its process runs extract.py on this very work directory. The curves come
+from metrics.jsonl, to which one of the shards adds a line every 5 s, watched or not; it stays below 2,000.
 
 --json: sums over all shards (rates: of running ones); `eta_hours`, the slowest shard's, null if unknown;
 `state`: done (every shard is), else running (any is LIVE), else failed (any is BROKEN), else stopped; `box`,
 in bytes; `shards`: each progress file with pid, alive, age_s, condition (new starting running stale
-unreadable done stopped failed refused gone) and message (words, empty when all is well).
+unreadable done stopped failed refused gone) and message (words, empty when all is well); `summary`, a sentence;
+`bottleneck` (gpu host upload planning, null while unclear) and the `time_spent` that names it: the share of the
+shards' last 10 minutes in the forward pass, copying and writing, waiting for room in staging, getting ready.
 
 Exit codes: 0; 2 without a work directory; with --follow the worst of the shards' (1, then 2, 3, 0; a vanished
 process counts as 1), or 130 after Ctrl-C, which leaves the shards running.
@@ -55,8 +61,9 @@ COLOURS = "#3b82f6 #f59e0b #10b981 #ef4444 #8b5cf6 #06b6d4 #ec4899 #84cc16".spli
 SHARD_METRICS = {  # Prometheus' name: key of a shard
     "processed_samples_total": "processed", "processed_tokens_total": "tokens",
     "uploaded_batches_total": "batch", "uploaded_bytes_total": "uploaded_bytes",
-    "waited_for_room_seconds_total": "waited_for_room_s", "planned_samples": "total", "planned_batches": "total_batches", "pending_uploads": "pending_uploads",
-    "failed_uploads": "failed_uploads", "staged_bytes": "staged_bytes", "progress_age_seconds": "age_s",
+    "waited_for_room_seconds_total": "waited_for_room_s", "planned_samples": "total",
+    "planned_batches": "total_batches", "pending_uploads": "pending_uploads", "staged_bytes": "staged_bytes",
+    "failed_uploads": "failed_uploads", "progress_age_seconds": "age_s",
     "samples_per_second": "rate_per_sec", "tokens_per_second": "tokens_per_sec", "eta_seconds": "eta_hours",
     "upload_bytes_per_second": "upload_bytes_per_sec", "forward_busy_ratio": "gpu_busy",
     "host_busy_ratio": "host_busy"}
@@ -100,8 +107,9 @@ def estimate(plan, work, stage, shards):
     if c["skipped"]:
         yield f"{c['skipped']:,} samples skipped {c['skipped_by_reason']}: {work / 'plan' / 'skipped.jsonl'}"
     yield f"layers {plan.layers}{' and the final state' * plan.final}: {plan.convention}"
-    yield (f"{c['batches']:,} batches, {c['tokens'] / c['batches'] / plan.tokens:.1%} of {plan.tokens:,} tokens "
-           f"full: {c['bytes'] / 1e9:,.2f} GB ({c['bytes'] / c['tokens']:,.0f} bytes a token) into {plan.out}")
+    yield (f"{c['batches']:,} batches, {c['tokens'] / c['batches'] / plan.tokens:.1%} of {plan.tokens:,} "
+           f"tokens full: {c['bytes'] / 1e9:,.2f} GB ({c['bytes'] / c['tokens']:,.0f} bytes a token) "
+           f"into {plan.out}")
     yield (f"{stage.capacity() / 1e9:,.2f} GB of room in {stage.dir.parent}, up to "
            f"{c['largest'] / 1e9:.3f} GB a batch")
     whence = "as warm-up measured" if measured else "assumed, Qwen3.6-27B on one H200; `make warmup` measures"
@@ -437,7 +445,7 @@ def at(point, *keys):
 
 
 def time_spent(points, longest=60):
-    """({gpu, host, upload, planning}: share of the running shards' time, 0 to 1, and the seconds looked at)"""
+    """({gpu, host, upload, planning}: share of the running shards' time, 0 to 1; the seconds looked at)"""
     spent, seconds = dict.fromkeys(("gpu", "host", "upload", "planning"), 0), 0
     for a, b in zip(points, points[1:]):
         dt, states = b["t"] - a["t"], b["shards"].get("state") if isinstance(b.get("shards"), dict) else None
@@ -455,8 +463,7 @@ def time_spent(points, longest=60):
 
 
 def judged(status, points):
-    """Adds `time_spent`, `bottleneck` (gpu host upload planning, None while unclear), `worry` (none some much)
-    and `summary`, one plain sentence, from the points of the last 10 minutes."""
+    """Adds `time_spent`, `bottleneck`, `summary` and `worry` (none some much), from the last 10 minutes."""
     newest = points[-1]["t"] if points else 0
     points = [p for p in points if p["t"] >= newest - WINDOW_S and abs(time.time() - newest) < 60]
     (spent, seconds), covered = time_spent(points), points[-1]["t"] - points[0]["t"] if points else 0
@@ -628,7 +635,7 @@ def markdown(status):
 # ---- curves, the page, metrics
 
 def curves(points):
-    """[(title, limit or None, [(name, [(Unix seconds, value or None), ...]), ...])], up to 240 points a curve,
+    """[(title, limit or None, [(name, [(Unix seconds, value or None), ...]), ...])], 240 points at most,
     None where nothing was recorded for a while."""
     width = max(1, (points[-1]["t"] - points[0]["t"]) / 240) if points else 1
     points, pause = [*{p["t"] // width: p for p in points}.values()], max(3 * width, 30)
@@ -713,7 +720,8 @@ def exposition(status):
     add("time_spent_ratio", "share of the shards' last 10 minutes", "stage", status["time_spent"].items())
     add("skipped_samples", "samples that planning skipped", "reason", status["skipped_by_reason"].items())
     for name, key, unit in (("utilisation_ratio", "utilisation_percent", 0.01),
-                            ("memory_used_bytes", "memory_used", 1), ("memory_size_bytes", "memory_total", 1)):
+                            ("memory_used_bytes", "memory_used", 1),
+                            ("memory_size_bytes", "memory_total", 1)):
         add(f"gpu_{name}", f"{key} of NVML, in base units", "gpu",
             [(gpu["index"], gpu[key] * unit) for gpu in box["gpus"] if gpu[key] is not None])
     registry = prometheus.CollectorRegistry()
@@ -766,25 +774,25 @@ header .place { flex: 1; min-width: 0; overflow-wrap: anywhere; } .mono, .proble
   border-radius: 10px; padding: 12px 14px; min-width: 0; } .caption { color: var(--soft); font-size: 12px; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(104px, 1fr)); gap: 10px;
   margin: 14px 0; } .figure { font-size: clamp(16px, 1.7vw, 21px); font-weight: 600; white-space: nowrap; }
-.shards .row { display: grid; gap: 10px; padding: 8px 0; border-top: 1px solid var(--edge); align-items: center;
+.shard { display: grid; gap: 10px; padding: 8px 0; border-top: 1px solid var(--edge); align-items: center;
   grid-template-columns: 42px 1.5fr 2fr .7fr repeat(8, 1fr); font-size: 13.5px; text-align: right; }
-.row.all { font-weight: 600; } .row > :nth-child(-n+2) { text-align: left; overflow-wrap: anywhere; }
-.row > :nth-child(2)::before { content: "● "; color: var(--good); }
-.waits > :nth-child(2)::before { color: var(--some); } .bad > :nth-child(2)::before { color: var(--bad); }
-.row > :nth-child(4) { padding: 1px 6px; border-radius: 5px; background: linear-gradient(90deg,
+.shard.all { font-weight: 600; } .shard > :nth-child(-n+2) { text-align: left; overflow-wrap: anywhere; }
+.shard:not(.names) > :nth-child(2)::before { content: "● "; color: var(--good); }
+.shard.waits > :nth-child(2)::before { color: var(--some); }
+.shard.bad > :nth-child(2)::before { color: var(--bad); }
+.shard:not(.names) > :nth-child(4) { padding: 1px 6px; border-radius: 5px; background: linear-gradient(90deg,
   rgba(26, 156, 91, .35) var(--part), rgba(128, 128, 128, .15) 0); }
-.shards .names { border: 0; color: var(--soft); font-size: 12px; } .names > :nth-child(4) { background: none; }
-.names > :nth-child(2)::before { content: none; } .nicegui-echart { height: 190px; width: 100%; }
+.names { border: 0; color: var(--soft); font-size: 12px; } .nicegui-echart { height: 190px; width: 100%; }
 .charts { display: flex; flex-wrap: wrap; gap: 10px; margin: 10px 0; } .charts > div { flex: 1 1 340px; }
 .charts > :first-child { flex-basis: 690px; } .mono { font-family: ui-monospace, Menlo, Consolas, monospace; }
 .foot { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 2fr); gap: 10px; }
 .log .mono { max-height: 300px; overflow: auto; display: flex; flex-direction: column-reverse;
   white-space: pre; }
 @media (max-width: 900px) {
-  main { padding: 4px; } .shards .names { display: none; } .log .mono { white-space: pre-wrap; }
-  .foot { grid-template-columns: minmax(0, 1fr); } .shards .row > * { text-align: left; }
-  .shards .row { grid-template-columns: 4fr 4fr 5fr; gap: 6px 10px; font-size: 13px; }
-  .row > ::after { content: attr(data-name); display: block; color: var(--soft); font: 400 11px Roboto; } }
+  main { padding: 4px; } .names { display: none; } .log .mono { white-space: pre-wrap; }
+  .foot { grid-template-columns: minmax(0, 1fr); } .shard > * { text-align: left; }
+  .shard { grid-template-columns: 4fr 4fr 5fr; gap: 6px 10px; font-size: 13px; }
+  .shard > ::after { content: attr(data-name); display: block; color: var(--soft); font: 400 11px Roboto; } }
 """
 
 
@@ -794,7 +802,8 @@ def chart_options(limit, lines):
     many, hidden = len(lines) > 1, {"show": False}
     axis = {"axisLabel": grey | {"hideOverlap": True}, "axisTick": hidden, "axisLine": {"lineStyle": faint}}
     series = [{"type": "line", "name": name, "data": [(round(t * 1000), v) for t, v in values],
-               "showSymbol": False, "lineStyle": {"width": 1.6}, "areaStyle": None if many else {"opacity": 0.12}}
+               "showSymbol": False, "lineStyle": {"width": 1.6},
+               "areaStyle": None if many else {"opacity": 0.12}}
               for name, values in lines]
     if limit:
         label = red | {"formatter": f"brake {limit} %", "position": "insideStartTop"}
@@ -820,8 +829,8 @@ def web(args):
     except (OSError, OverflowError) as e:
         print(f"no page on --host {args.host} --port {args.port} (HOST= WEB_PORT=): {e}", file=sys.stderr)
         return 2
-    at, token = "127.0.0.1" if loopback else args.host, f"?token={args.token}" * bool(args.token)
-    print(f"http://{at}:{args.port}/{token}   Ctrl-C ends the page, not the run; from elsewhere: "
+    where, token = "127.0.0.1" if loopback else args.host, f"?token={args.token}" * bool(args.token)
+    print(f"http://{where}:{args.port}/{token}   Ctrl-C ends the page, not the run; from elsewhere: "
           f"ssh -L {args.port}:127.0.0.1:{args.port} BOX", flush=True)
     from nicegui import app, run, ui
     from starlette.responses import Response
@@ -872,15 +881,16 @@ def web(args):
             summary.text, problems.text = words, "\n".join(bad)
             summary.classes(replace=f"summary {status['worry']}")
             eta = status["eta_hours"] if state in ("running", "done") else None
+            speed = status["upload_bytes_per_sec"] / 1e6
             figures = (span(eta, 3600), f"{percent(status)} %", f"{status['tokens_per_sec']:,.0f}",
-                       f"{status['rate_per_sec']:,.1f}", f"{status['upload_bytes_per_sec'] / 1e6:,.1f} MB/s",
+                       f"{status['rate_per_sec']:,.1f}", f"{speed:,.{int(speed < 100)}f} MB/s",
                        f"{status['box']['stage_percent']:.0f} %")
             for tile, text in zip(tiles.values(), figures):
                 tile.text = text
             if len(cells) != len(shown):
                 cells.clear(), table.clear()
                 with table:
-                    with div("row names"):
+                    with div("shard names"):
                         [ui.label(name) for name in names]
                     for row in shown:
                         with div() as line:
@@ -889,7 +899,7 @@ def web(args):
             for s, row, (line, labels) in zip([*status["shards"], status], shown, cells):
                 wrong = s.get("message") not in (None, "", "starting")
                 kind = " bad" if wrong else " waits" if s.get("state") == "waiting_for_room" else ""
-                line.classes(replace="row" + kind + " all" * (s is status)).style(f"--part: {percent(s)}%")
+                line.classes(replace="shard" + kind + " all" * (s is status)).style(f"--part: {percent(s)}%")
                 for label, text in zip(labels, row):
                     label.text = text
             for title, limit, curve in curves(points):
@@ -1030,14 +1040,14 @@ def main():
     how.add_argument("--follow", action="store_true",
                      help="show progress until all shards have ended; exit with the worst of their codes")
     how.add_argument("--plot", metavar="FILE", help="draw the run's curves: run.png, .svg, .pdf")
-    how.add_argument("--snapshot", nargs="?", const="", metavar="KNOBS", help="keep scripts, versions, status, "
-                     "ends of logs, curves and this text in snapshots/TIME of the work directory")
+    how.add_argument("--snapshot", nargs="?", const="", metavar="KNOBS", help="keep scripts, versions, "
+                     "status, ends of logs, curves and this text in snapshots/TIME of the work directory")
     how.add_argument("--web", action="store_true", help="serve a page of it all, and /metrics for Prometheus")
-    parser.add_argument("--host", default="127.0.0.1", help="address of the page, which needs a token unless it "
-                        "is loopback (default: 127.0.0.1)")
+    parser.add_argument("--host", default="127.0.0.1", help="address of the page, which needs a token "
+                        "unless it is loopback (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8080, help="port of the page (default: 8080)")
-    parser.add_argument("--token", default=os.environ.get("WEB_TOKEN", ""), help="what the page and /metrics ask "
-                        "for, at least 16 characters (default: the variable WEB_TOKEN)")
+    parser.add_argument("--token", default=os.environ.get("WEB_TOKEN", ""), help="what the page and /metrics "
+                        "ask for, at least 16 characters (default: the variable WEB_TOKEN)")
     args = parser.parse_args()
     if args.num_shards is not None and not 1 <= args.num_shards <= MAX_SHARDS:
         parser.error(f"--num-shards {args.num_shards} is not between 1 and {MAX_SHARDS}: give the run's GPUS")
@@ -1105,4 +1115,7 @@ def main():
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python monitor.py | head` ends in silence
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ModuleNotFoundError as e:
+        sys.exit(f"{e.name} is not installed: make setup, or pip install -r requirements.txt")
