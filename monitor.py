@@ -50,6 +50,8 @@ RECORD_S, MAX_POINTS = 5, 2000  # metrics.jsonl: a point so often, so many kept
 WINDOW_S = 600       # the time over which a bottleneck is named
 ASSUMED_RATE = 12_180  # tokens/s of Qwen3.6-27B, layers up to 61, on one H200 (tests/BENCH.md)
 LIVE, BROKEN = ("starting", "running", "stale", "unreadable"), ("failed", "refused", "gone")
+ILL = {"failed": "failed", "refused": "was refused", "gone": "is gone", "stale": "is silent",
+       "unreadable": "cannot be read"}
 COUNTS = ("processed skipped total batch total_batches tokens uploaded pending_uploads failed_uploads "
           "staged_bytes waited_for_room_s uploaded_bytes").split()  # 0 when absent
 RATES = "rate_per_sec tokens_per_sec upload_bytes_per_sec gpu_busy host_busy".split()  # over the last 60 s
@@ -222,10 +224,9 @@ class Progress(threading.Thread):
 # ---- one shard: each of its files may be missing, half-written, old or edited by hand
 
 def read_json(path):
-    """The JSON object in a file or in bytes, Infinity and NaN as None; None if there is no such thing."""
+    """The JSON object in a file, Infinity and NaN as None; None if there is no such thing."""
     try:
-        text = path if isinstance(path, bytes) else path.read_bytes()
-        data = json.loads(text, parse_constant=lambda name: None,
+        data = json.loads(path.read_bytes(), parse_constant=lambda name: None,
                           parse_float=lambda text: float(text) if math.isfinite(float(text)) else None)
     except (OSError, ValueError, RecursionError):
         return None
@@ -376,7 +377,7 @@ def read_box(stage):
         folder = os.path.dirname(folder)
     cpu, memory = psutil.cpu_times_percent(interval=0.1), psutil.virtual_memory()
     used, left = room(folder)
-    return {"gpus": read_gpus(), "cpu_count": psutil.cpu_count(), "cpu_user_percent": cpu.user,
+    return {"gpus": read_gpus(), "cpu_count": psutil.cpu_count(), "cpu_user_percent": round(cpu.user + cpu.nice, 1),  # uploads are nice
             "cpu_system_percent": cpu.system, "memory_used": memory.total - memory.available,
             "memory_total": memory.total, "stage": stage, "stage_used": used, "stage_total": used + left,
             "stage_percent": round(100 * used / max(1, used + left), 1)}
@@ -419,10 +420,20 @@ def history(work, last_bytes=1 << 30):
     try:
         with open(work / "metrics.jsonl", "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - last_bytes))
-            points = [p for line in file.read().splitlines() if (p := read_json(line)) and number(p.get("t"))]
+            lines = file.read().splitlines()
     except OSError:
         return []
+    points = [p for p in map(point_of, lines) if p]
     return sorted((p for p in points if p["t"] <= points[-1]["t"]), key=lambda p: p["t"])
+
+
+def point_of(line):
+    """A line of metrics.jsonl, None if it is none; `at` guards what is in it. Faster than read_json."""
+    try:
+        point = json.loads(line)
+        return point if isinstance(point, dict) and number(point.get("t")) else None
+    except (ValueError, RecursionError):
+        return None
 
 
 def thinned(points):
@@ -483,14 +494,13 @@ def judged(status, points):
               f"{share['host']}): look at CPU system time and the logs"}[name]
     shards, total = status["shards"], status["num_shards"]
     running = [s for s in shards if s["condition"] == "running"]
-    wrong = [s for s in shards if s["condition"] in (*BROKEN, "stale", "unreadable")]
-    if running and all(s["state"] == "draining" for s in running):
+    wrong = [f"shard {s['shard']} {ILL[s['condition']]}" for s in shards if s["condition"] in ILL]
+    if running and not wrong and all(s["state"] == "draining" for s in running):
         name, words = "upload", f"all is computed, {status['pending_uploads']:,} uploads to {output} are left"
     elif seconds < 20:
         words = "too early to name a bottleneck"
     how = ", ".join([f"{len(running)} of {total} shard{'s' * (total != 1)} running",
-                     *(f"shard {s['shard']} {doing(s)}" for s in wrong[:3]),
-                     *[f"{len(wrong) - 3} more in trouble"] * (len(wrong) > 3)])
+                     *wrong[:3], *[f"{len(wrong) - 3} more in trouble"] * (len(wrong) > 3)])
     if not shards:
         tokenizing = process_state(pid_of(Path(status["work"], "pids", ".plan")), status["work"])
         how = "planning: the data is being tokenized" if tokenizing else "no shard has been started here"
@@ -827,17 +837,19 @@ def web(args):
             raise OSError("others can reach that: a --token is needed, as of `openssl rand -hex 16`")
         socket.create_server((args.host, args.port)).close()
     except (OSError, OverflowError) as e:
-        print(f"no page on --host {args.host} --port {args.port} (HOST= WEB_PORT=): {e}", file=sys.stderr)
+        print(f"no page on --host {args.host} --port {args.port} (WEB_HOST= WEB_PORT=): {e}", file=sys.stderr)
         return 2
     where, token = "127.0.0.1" if loopback else args.host, f"?token={args.token}" * bool(args.token)
     print(f"http://{where}:{args.port}/{token}   Ctrl-C ends the page, not the run; from elsewhere: "
           f"ssh -L {args.port}:127.0.0.1:{args.port} BOX", flush=True)
     from nicegui import app, run, ui
     from starlette.responses import Response
-    seen = [*look(args, 1 << 30)]
+    seen = [None, []]  # the status and its curves, the same for everybody who looks
 
-    async def refresh():
-        seen[:] = await run.io_bound(look, args, 1 << 30) or seen
+    def refresh():
+        status, points = look(args, 1 << 30)
+        seen[:] = status, curves(points)
+    refresh()
 
     @app.get("/metrics")
     def metrics():
@@ -852,13 +864,12 @@ def web(args):
         div, cells, drawn = lambda kind="": ui.element("div").classes(kind), [], {}
         names = [name.replace("\n", " ").replace("/ ", "/").replace(" /", "/") for name in COLUMNS]
         ui.add_css(CSS)
-        dark = ui.dark_mode(None)
         with ui.element("main"):
             with ui.element("header"):
                 ui.label("Hidden states").classes("name")
                 place = ui.label().classes("place")
-                ui.button(icon="contrast", on_click=lambda: dark.set_value(not dark.value)).props(
-                    "flat round dense aria-label='light or dark'")
+                ui.button(icon="contrast").props("flat round dense aria-label='light or dark'").on(
+                    "click", js_handler="() => Quasar.Dark.toggle()")
             summary, problems = ui.label(), ui.label().classes("problems")
             with div("tiles"):
                 tiles = {}
@@ -875,7 +886,7 @@ def web(args):
                     log = ui.label().classes("mono")
 
         def update():
-            status, points = seen
+            status, drawings = seen
             state, shown = status["state"], rows(status)
             (place.text, words), bad, lines = texts(status)
             summary.text, problems.text = words, "\n".join(bad)
@@ -902,7 +913,7 @@ def web(args):
                 line.classes(replace="shard" + kind + " all" * (s is status)).style(f"--part: {percent(s)}%")
                 for label, text in zip(labels, row):
                     label.text = text
-            for title, limit, curve in curves(points):
+            for title, limit, curve in drawings:
                 options = chart_options(limit, curve)
                 if title not in drawn:
                     with charts, div():
@@ -917,7 +928,7 @@ def web(args):
         update()
         ui.timer(2, update)
 
-    app.timer(2, refresh)
+    app.timer(2, lambda: run.io_bound(refresh))
     app.add_middleware(Guard, token=args.token, cookie=f"token_{args.port}")
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a browser that goes away
     ui.run(host=args.host, port=args.port, title="Hidden states", favicon="📈", dark=None, show=False,
