@@ -511,7 +511,8 @@ def judged(status, points):
         how += f"{';' if wrong else ','} {words}"
     elif status["state"] in ("stopped", "failed"):
         how = "not running: " + ", ".join(
-            f"{n} {c}" for c, n in collections.Counter(s["condition"] for s in shards).items())
+            f"{n} {c}" for c, n in collections.Counter(s["condition"] for s in shards).items()
+        ) + "; the same make extract goes on"
     worry = "much" if wrong else "some" if status["state"] == "stopped" or name == "upload" else "none"
     return status | {"time_spent": spent, "bottleneck": name if running else None, "worry": worry,
                      "summary": how[0].upper() + how[1:]}

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny
 from prometheus_client.parser import text_string_to_metric_families
 
 from s3 import S3Server
@@ -89,13 +90,14 @@ def live(place, staging, tmp_path_factory):
     folder, stage = tmp_path_factory.mktemp("live"), staging()
     work = folder / "work"
     (work / "logs").mkdir(parents=True)
+    tiny.make_chat(folder / "chat.jsonl", 300)
     old = [json.dumps({"t": time.time() - 60 + i / 100, "old": i}) for i in range(3000)]
     (work / "metrics.jsonl").write_text("\n".join([*old, '{"t": 17']))
     processes = []
     with S3Server(folder / "s3") as server:
         server.make_bucket("b")
         for shard in range(2):
-            command = [sys.executable, ROOT / "extract.py", "--model", place.model, "--data", place.chat, "--out",
+            command = [sys.executable, ROOT / "extract.py", "--model", place.model, "--data", folder / "chat.jsonl", "--out",
                        "s3://b/run", "--work", work, "--stage", stage, "--tokens", 1024, "--max-len", 300,
                        "--shard", shard, "--num-shards", 2, "--compute-dtype", "fp32", "--dtype", "fp32",
                        "--uploads", 1, "--upload-mbps", 0.15]
@@ -233,9 +235,23 @@ def test_metrics_count_what_the_progress_files_count(live, served):
         return {(s.name, s.labels.get("shard")): s.value for f in families for s in f.samples}
 
     def same():
+        file, metric = json.loads((work / "progress_shard_1.json").read_text()), counted()
+        pairs = {"uploaded_batches_total": "batch", "planned_batches": "total_batches", "planned_samples": "total",
+                 "processed_samples_total": "processed", "processed_tokens_total": "tokens",
+                 "uploaded_bytes_total": "uploaded_bytes", "pending_uploads": "pending_uploads"}
+        return 0 < file["batch"] < file["total_batches"] and all(
+            metric[f"extract_{name}", "1"] == file[key] for name, key in pairs.items())
+    until(same, 90, "the metrics equal the file's")
+
+
+def test_uploaded_bytes_are_those_of_the_objects(live):
+    _, work, _ = live
+
+    def same():
         progress = json.loads((work / "progress_shard_1.json").read_text())
-        return counted()["extract_uploaded_batches_total", "1"] == progress["batch"] > 0
-    until(same, 60, "the metric equals the file's")
+        markers = [json.loads(marker.read_text()) for marker in work.glob("markers/.done_*")]
+        return progress["uploaded_bytes"] == sum(m["bytes"] for m in markers if m["batch"] % 2 == 1) > 0
+    until(same, 60, "the sum over the markers")
 
 
 @needs_chromium
@@ -340,7 +356,7 @@ def test_a_broken_history_breaks_nothing(run, text):
     assert (shown.returncode, shown.stderr) == (0, "") and "Traceback" not in drawn.stderr
 
 
-@pytest.mark.parametrize("plan", ["[]", '{"counts": [], "out": 5, "fingerprint": {}}', '{"counts": {"skipped_by_reason": 3}}',
+@pytest.mark.parametrize("plan", ["[]", '{"counts": [1], "out": 5, "fingerprint": {}}', '{"counts": {"skipped_by_reason": 3}}',
                                   '{"counts": {"skipped_by_reason": {"a": "b", "c": -1}}}'])
 def test_a_broken_plan_breaks_nothing(run, plan):
     (run.work / "plan" / "plan.json").write_text(plan)
