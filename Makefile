@@ -26,6 +26,10 @@ UPLOADS ?= 2
 UPLOAD_MBPS ?= 0
 # PORT: port on 127.0.0.1 of the demo's S3 server
 PORT ?= 9123
+# WEB_PORT: port of the page of `make web`; PORT, where you give that one
+WEB_PORT ?= $(if $(filter file,$(origin PORT)),8080,$(PORT))
+# WEB_HOST: address of the page; any but loopback needs WEB_TOKEN=, a secret of 16 characters, best in local.mk
+WEB_HOST ?= 127.0.0.1
 # ARGS: more flags for extract.py, as ARGS="--final --dtype fp8"
 ARGS ?=
 # SAMPLES: samples that `make verify` recomputes, or all
@@ -39,7 +43,9 @@ SHARD ?= 0
 # PY: the Python that runs everything; set it to use an environment of your own instead of .venv
 PY ?= .venv/bin/python
 
-KNOBS := MODEL DATA OUT GPUS WORK STAGE LAYERS TOKENS MAX_LEN UPLOADS UPLOAD_MBPS PORT ARGS SAMPLES DTYPE DEVICE SHARD PY
+KNOBS := MODEL DATA OUT LAYERS TOKENS MAX_LEN - GPUS WORK STAGE UPLOADS UPLOAD_MBPS ARGS - WEB_PORT WEB_HOST SHARD \
+         SAMPLES DTYPE DEVICE PORT PY
+export WEB_TOKEN
 SHAPE = --model '$(MODEL)' --work '$(WORK)' --layers '$(LAYERS)' --tokens '$(TOKENS)' --max-len '$(MAX_LEN)'
 FLAGS = $(SHAPE) --data '$(DATA)' --out '$(OUT)' --stage '$(STAGE)' --uploads '$(UPLOADS)' \
         --upload-mbps '$(UPLOAD_MBPS)' --num-shards '$(GPUS)'
@@ -48,21 +54,25 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu bench bench-gpu plan warmup extract status watch logs stop restart clean-shm \
-        verify reconcile drill
+.PHONY: help setup demo test test-gpu bench bench-gpu plan warmup extract status watch web logs snapshot stop restart \
+        clean-shm reconcile verify drill
 
+# ---- start here
 help:  ## this text
 	@echo 'make TARGET [KNOB=value ...]'
-	echo
-	sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1|\2/p' Makefile | awk -F'|' '{printf "  %-10s %s\n", $$1, $$2}'
-	echo; echo 'Knobs, with their values now:'
-	$(foreach k,$(KNOBS),printf '  %-12s %-26s %s\n' '$k' '$($k)' "$$(sed -n 's/^# $k: //p' Makefile)";)
+	awk '/^# ---- / { print "\n" toupper(substr($$0, 8, 1)) substr($$0, 9) }
+	     match($$0, /^[a-z-]+:.*## /) { printf "  %-10s %s\n", substr($$0, 1, index($$0, ":") - 1), substr($$0, RLENGTH + 1) }' Makefile
+	echo; echo 'Knobs, with their values now (yours go into local.mk)'
+	$(foreach k,$(KNOBS),$(if $(filter -,$k),echo;,printf '  %-12s %-26s %s\n' '$k' '$($k)' \
+	  "$$(sed -n 's/^# $k: //p' Makefile)";))
 
 .venv/.installed: requirements.txt
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'Python 3.11 or newer is needed'; exit 2; }
 	echo 'Installing requirements.txt into .venv (minutes, once)'
 	python3 -m venv .venv
-	.venv/bin/pip install --quiet --disable-pip-version-check -r requirements.txt
+	.venv/bin/pip install --quiet --disable-pip-version-check -r requirements.txt || {
+	  echo 'pip could not install requirements.txt: mend what it names above, then make setup goes on'; exit 2
+	}
 	touch $@
 
 setup: $(VENV)  ## make .venv and install requirements.txt into it
@@ -118,7 +128,8 @@ extract: $(VENV)  ## run GPUS shards in the background and follow them; Ctrl-C l
 	done
 	exit $$code
 
-status:  ## a row a shard, the box, one ETA
+# ---- look at it
+status:  ## how the run is: a row a shard, what holds it back, the box, one ETA
 	@$(RUNNING)
 	$(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)'
 
@@ -126,11 +137,21 @@ watch:  ## the same, redrawn
 	@$(RUNNING)
 	$(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)' --watch
 
+web: $(VENV)  ## a page of it with curves, and /metrics for Prometheus
+	@$(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)' --web --host '$(WEB_HOST)' --port '$(WEB_PORT)'
+
 logs:  ## follow the log of shard SHARD
 	@log='$(WORK)'/logs/shard_$(SHARD).log
-	[ -f "$$log" ] || { echo "no $$log: is WORK=$(WORK) SHARD=$(SHARD) what was meant?"; exit 2; }
+	[ -f "$$log" ] || {
+	  echo "no $$log: is WORK=$(WORK) SHARD=$(SHARD) what was meant? There is:" '$(WORK)'/logs/*; exit 2
+	}
 	tail -n 50 -F "$$log"
 
+snapshot: $(VENV)  ## keep how it looks now (scripts, versions, knobs, logs' ends, curves) before the next change
+	@$(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)' --snapshot \
+	  "$$($(foreach k,$(filter-out -,$(KNOBS)),echo '$k = $($k)';))"
+
+# ---- end it, go on, check it
 stop:  ## end the shards with TERM and wait for them: they finish their batch and can go on later
 	@$(RUNNING)
 	pids=$$(running)
@@ -201,7 +222,10 @@ demo: $(VENV)  ## all of it in minutes, without a GPU: tiny model, 300 chats, a 
 	tail -n 1 '$(D)/proof.txt'
 
 test: $(VENV)  ## the project's tests
-	@$(PY) -m pytest -q tests $(ARGS)
+	@$(PY) -m pytest -q tests $(ARGS) || {
+	  code=$$?
+	  echo 'one of them alone: make test ARGS="-k NAME -x"'; exit $$code
+	}
 
 drill: $(VENV)  ## minutes of SIGKILLs over a run into a real S3 server, then proof that nothing was lost
 	@$(PY) tests/drill.py $(ARGS)

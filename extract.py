@@ -673,7 +673,7 @@ def write_batch(o, plan, stage, uploads, progress, stop, batch, slot, too_large)
     """The writer thread's work: a batch from its buffers into staging, numbers checked. Returns the slot."""
     if slot.copied:
         slot.copied.synchronize()
-    progress.computed(slot.began.elapsed_time(slot.ended) / 1e3 if slot.copied else slot.seconds)
+    progress.computed(slot)
     rows, n = plan.rows(batch), int(plan.batch_tokens[batch])
     arrays = {name: tensor[:n] for name, tensor in slot.host.items()} | {
         name: np.concatenate(plan.gather(getattr(plan, name), batch)) for name in ("input_ids", "loss_mask")}
@@ -709,6 +709,7 @@ def write_batch(o, plan, stage, uploads, progress, stop, batch, slot, too_large)
             raise Failed(f"batch {batch}: {f.tell():,} bytes, {total:,} were planned")
     fault("written")
     os.replace(path.with_suffix(".tmp"), path)
+    progress.wrote()
     fault("renamed")
     uploads.add(batch, path)
     return slot
@@ -923,7 +924,7 @@ def main(argv=None):
         except OSError as e:
             raise Refused(f"--work {work} cannot be written to ({e.strerror}): use another one") from None
         if not alone:
-            progress = monitor.Progress(work, o.shard, o.num_shards)
+            progress = monitor.Progress(work, o.shard, o.num_shards, o.stage)
             progress.start()
         run(o, work, progress, stop)
     except (Refused, Failed, Stopped, OutputError) as e:

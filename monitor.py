@@ -5,26 +5,36 @@
     python monitor.py --work work --json            one object, for scripts
     python monitor.py --work work --markdown        writes work/STATUS.md
     python monitor.py --follow --num-shards 4       progress until the shards end, then their worst exit code
+    python monitor.py --work work --web             a page with curves, and /metrics for Prometheus
+    python monitor.py --work work --plot run.png    the curves as a picture
+    python monitor.py --work work --snapshot        keeps status, scripts, versions and curves in snapshots/TIME
 
 It reads plan/plan.json, progress_shard_N.json (the shard's own word, at least every 5 s while it lives) and
 pids/shard_N.pid (the launcher's; without one, as under Slurm, a shard lives while its progress is fresh).
-Pids are reused: one counts only while its process runs extract.py on this very work directory.
+Pids are reused: one counts only while its process runs extract.py on this very work directory. The curves come
+from metrics.jsonl, to which one of the shards adds a line every 5 s, watched or not; it stays below 2,000.
 
 --json: sums over all shards (rates: of running ones); `eta_hours`, the slowest shard's, null if unknown;
 `state`: done (every shard is), else running (any is LIVE), else failed (any is BROKEN), else stopped; `box`,
 in bytes; `shards`: each progress file with pid, alive, age_s, condition (new starting running stale
-unreadable done stopped failed refused gone) and message (words, empty when all is well).
+unreadable done stopped failed refused gone) and message (words, empty when all is well); `summary`, a sentence;
+`bottleneck` (gpu host upload planning, null while unclear) and the `time_spent` that names it: the share of the
+shards' last 10 minutes in the forward pass, copying and writing, waiting for room in staging, getting ready.
 
 Exit codes: 0; 2 without a work directory; with --follow the worst of the shards' (1, then 2, 3, 0; a vanished
 process counts as 1), or 130 after Ctrl-C, which leaves the shards running.
 """
 import argparse
 import collections
+import fcntl
+import itertools
 import json
 import math
 import os
 import re
+import secrets
 import signal
+import socket
 import sys
 import threading
 import time
@@ -36,12 +46,29 @@ STALE_S = 15        # a shard refreshes its progress at least every 5 s, whateve
 GRACE_S = 10        # how long a shard that was just launched may have neither pid file nor progress
 FOLLOW_LINE_S = 10  # between the summary lines of --follow where the output is no terminal
 MAX_SHARDS = 4096
+RECORD_S, MAX_POINTS = 5, 2000  # metrics.jsonl: a point so often, so many kept
+WINDOW_S = 600       # the time over which a bottleneck is named
 ASSUMED_RATE = 12_180  # tokens/s of Qwen3.6-27B, layers up to 61, on one H200 (tests/BENCH.md)
 LIVE, BROKEN = ("starting", "running", "stale", "unreadable"), ("failed", "refused", "gone")
+ILL = {"failed": "failed", "refused": "was refused", "gone": "is gone", "stale": "is silent",
+       "unreadable": "cannot be read"}
 COUNTS = ("processed skipped total batch total_batches tokens uploaded pending_uploads failed_uploads "
-          "staged_bytes waited_for_room_s").split()  # 0 when absent
-MEASURES = "rate_per_sec tokens_per_sec eta_hours gpu_busy updated_at".split()  # None when unknown
+          "staged_bytes waited_for_room_s uploaded_bytes").split()  # 0 when absent
+RATES = "rate_per_sec tokens_per_sec upload_bytes_per_sec gpu_busy host_busy".split()  # over the last 60 s
+MEASURES = [*RATES, "eta_hours", "updated_at"]  # None when unknown
 START = "make extract MODEL=... DATA=... OUT=..."
+
+
+COLOURS = "#3b82f6 #f59e0b #10b981 #ef4444 #8b5cf6 #06b6d4 #ec4899 #84cc16".split()
+SHARD_METRICS = {  # Prometheus' name: key of a shard
+    "processed_samples_total": "processed", "processed_tokens_total": "tokens",
+    "uploaded_batches_total": "batch", "uploaded_bytes_total": "uploaded_bytes",
+    "waited_for_room_seconds_total": "waited_for_room_s", "planned_samples": "total",
+    "planned_batches": "total_batches", "pending_uploads": "pending_uploads", "staged_bytes": "staged_bytes",
+    "failed_uploads": "failed_uploads", "progress_age_seconds": "age_s",
+    "samples_per_second": "rate_per_sec", "tokens_per_second": "tokens_per_sec", "eta_seconds": "eta_hours",
+    "upload_bytes_per_second": "upload_bytes_per_sec", "forward_busy_ratio": "gpu_busy",
+    "host_busy_ratio": "host_busy"}
 
 
 # ---- the shard's side: what extract.py writes and status reads
@@ -101,8 +128,9 @@ def estimate(plan, work, stage, shards):
     if c["skipped"]:
         yield f"{c['skipped']:,} samples skipped {c['skipped_by_reason']}: {work / 'plan' / 'skipped.jsonl'}"
     yield f"layers {plan.layers}{' and the final state' * plan.final}: {plan.convention}"
-    yield (f"{c['batches']:,} batches, {c['tokens'] / c['batches'] / plan.tokens:.1%} of {plan.tokens:,} tokens "
-           f"full: {c['bytes'] / 1e9:,.2f} GB ({c['bytes'] / c['tokens']:,.0f} bytes a token) into {plan.out}")
+    yield (f"{c['batches']:,} batches, {c['tokens'] / c['batches'] / plan.tokens:.1%} of {plan.tokens:,} "
+           f"tokens full: {c['bytes'] / 1e9:,.2f} GB ({c['bytes'] / c['tokens']:,.0f} bytes a token) "
+           f"into {plan.out}")
     yield (f"{stage.capacity() / 1e9:,.2f} GB of room in {stage.dir.parent}, up to "
            f"{c['largest'] / 1e9:.3f} GB a batch")
     whence = "as warm-up measured" if measured else "assumed, Qwen3.6-27B on one H200; `make warmup` measures"
@@ -113,18 +141,19 @@ def estimate(plan, work, stage, shards):
 class Progress(threading.Thread):
     """progress_shard_N.json of a running shard, rewritten every 2 s and with every change of state."""
 
-    def __init__(self, work, shard, num_shards):
+    def __init__(self, work, shard, num_shards, stage):
         super().__init__(daemon=True)
         self.path, self.lock = work / f"progress_shard_{shard}.json", threading.RLock()
-        self.events = collections.deque()  # (time, samples, tokens, busy seconds) of the last 60 s
+        self.events = collections.deque()  # (time, samples, tokens, bytes, GPU's and host's seconds), 60 s
         self.plan = self.uploads = self.began = self.shut = None
-        self.left = 0  # tokens in batches without a marker
+        self.left = self.host_since = 0  # tokens in batches without a marker; when the host got its batch
         self.now = dict.fromkeys(COUNTS, 0) | {
-            "shard": shard, "num_shards": num_shards, "rate_per_sec": 0.0, "tokens_per_sec": 0.0,
-            "gpu_busy": 0.0, "eta_hours": None, "state": "planning", "skipped_by_reason": {},
-            "exit_code": None, "error": None}
+            "shard": shard, "num_shards": num_shards, "eta_hours": None, "state": "planning",
+            "skipped_by_reason": {}, "exit_code": None, "error": None}
+        self.recorder = threading.Thread(target=record, args=(work, stage, num_shards), daemon=True)
 
     def run(self):
+        self.recorder.start()
         while True:
             self.set()
             time.sleep(2)
@@ -136,10 +165,10 @@ class Progress(threading.Thread):
             while self.events and not t - 60 <= self.events[0][0] <= t:  # gone by, or a clock was set back
                 self.events.popleft()
             span = min(60.0, max(1.0, t - (self.began or t)))
-            samples, tokens, busy = (sum(event[i] for event in self.events) / span for i in (1, 2, 3))
-            now.update(rate_per_sec=round(samples, 3), tokens_per_sec=round(tokens, 1), updated_at=t,
-                       gpu_busy=round(min(1, busy), 3),
-                       eta_hours=round(self.left / tokens / 3600, 4) if tokens else None)
+            rates = [sum(event[i] for event in self.events) / span for i in range(1, 6)]
+            rates[3:] = min(1, rates[3]), min(1, rates[4])
+            now.update({key: round(rate, 3) for key, rate in zip(RATES, rates)}, updated_at=t,
+                       eta_hours=round(self.left / rates[1] / 3600, 4) if rates[1] else None)
             if self.plan and not self.left:
                 now["eta_hours"] = 0.0
             if self.shut:
@@ -166,17 +195,29 @@ class Progress(threading.Thread):
     def marked(self, batch, earlier=False):
         """A batch has its marker; one of an earlier start counts for no rate."""
         samples, tokens = len(self.plan.rows(batch)), int(self.plan.batch_tokens[batch])
+        size = 0 if earlier else self.plan.layout(batch)[2]
         with self.lock:
             self.left -= tokens
-            for key, n in (("batch", 1), ("uploaded", 1), ("processed", samples), ("tokens", tokens)):
+            for key, n in (("batch", 1), ("uploaded", 1), ("processed", samples), ("tokens", tokens),
+                           ("uploaded_bytes", size)):
                 self.now[key] += n
             if not earlier:
-                self.events.append((time.time(), samples, tokens, 0))
+                self.events.append((time.time(), samples, tokens, size, 0, 0))
 
-    def computed(self, seconds):
-        """The device was busy with a batch for that long."""
+    def computed(self, slot):
+        """A batch's states are on the host, in an extract.Slot: what the device took for it is known."""
+        busy, copy = slot.seconds, 0
+        if slot.copied:
+            busy, copy = slot.began.elapsed_time(slot.ended) / 1e3, slot.ended.elapsed_time(slot.copied) / 1e3
         with self.lock:
-            self.events.append((time.time(), 0, 0, seconds))
+            self.events.append((time.time(), 0, 0, 0, busy, 0))
+            self.host_since = time.time() - copy - self.now["waited_for_room_s"]
+
+    def wrote(self):
+        """That batch is in staging: copying, checking and writing took until now, less the wait for room."""
+        with self.lock:
+            seconds = time.time() - self.now["waited_for_room_s"] - self.host_since
+            self.events.append((time.time(), 0, 0, 0, 0, max(0, seconds)))
 
     def wait_for_room(self, waiting):
         """The writer waits for room in staging, or no longer does. Returns whether that is news."""
@@ -307,21 +348,25 @@ def count_shards(work):
 def totals(shards):
     running = [s for s in shards if s["condition"] == "running"]
     out = {key: sum(s[key] for s in shards) for key in COUNTS}
-    out |= {key: sum(s[key] or 0 for s in running) for key in ("rate_per_sec", "tokens_per_sec")}
+    out |= {key: sum(s[key] or 0 for s in running) for key in RATES[:3]}
     # Shards are independent, so the run ends with its slowest; a dead, silent or new one leaves that unknown.
     etas = [s["eta_hours"] if s in running else None for s in shards if s["condition"] != "done"]
     return out | {"eta_hours": None if not shards or None in etas else max(etas, default=0.0)}
 
 
-def snapshot(work, stage, num_shards=None):
-    """Everything there is to show, as the object that --json prints."""
+def read_run(work, stage, num_shards=None):
+    """The state of every shard, of all together and of the box, as --json prints it."""
     shards = [read_shard(work, i) for i in range(num_shards or count_shards(work))]
     conditions = {s["condition"] for s in shards}
     state = ("done" if conditions == {"done"} else "running" if conditions & set(LIVE) else
              "failed" if conditions & set(BROKEN) else "stopped")
-    fingerprint = clean((read_json(work / "plan" / "plan.json") or {}).get("fingerprint")) or None
-    return {"work": str(work), "fingerprint": fingerprint, "num_shards": len(shards), "state": state,
-            **totals(shards), "shards": shards, "box": read_box(stage)}
+    plan = read_json(work / "plan" / "plan.json") or {}
+    reasons = plan["counts"].get("skipped_by_reason") if isinstance(plan.get("counts"), dict) else None
+    reasons = reasons.items() if isinstance(reasons, dict) else ()
+    return {"work": str(work), "fingerprint": clean(plan.get("fingerprint")) or None, "state": state,
+            "out": clean(plan.get("out")) or None, "num_shards": len(shards),
+            "skipped_by_reason": {clean(why): n for why, n in reasons if number(n)}, **totals(shards),
+            "shards": shards, "box": read_box(stage)}
 
 
 def read_gpus():
@@ -350,10 +395,151 @@ def read_box(stage):
         folder = os.path.dirname(folder)
     cpu, memory = psutil.cpu_times_percent(interval=0.1), psutil.virtual_memory()
     used, left = room(folder)
-    return {"gpus": read_gpus(), "cpu_count": psutil.cpu_count(), "cpu_user_percent": cpu.user,
+    return {"gpus": read_gpus(), "cpu_count": psutil.cpu_count(), "cpu_user_percent": round(cpu.user + cpu.nice, 1),  # uploads are nice
             "cpu_system_percent": cpu.system, "memory_used": memory.total - memory.available,
             "memory_total": memory.total, "stage": stage, "stage_used": used, "stage_total": used + left,
             "stage_percent": round(100 * used / max(1, used + left), 1)}
+
+
+# ---- the run's history and what holds it back
+
+def record(work, stage, num_shards):
+    """A line of metrics.jsonl every 5 s, by whichever shard has the lock; the next one takes over from it."""
+    path, lines = work / "metrics.jsonl", MAX_POINTS
+    with open(work / ".metrics.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        while True:
+            try:
+                if lines >= MAX_POINTS:  # at the start, too: what a killed writer left torn goes
+                    points = thinned(history(work))
+                    write_atomic(path, "".join(json.dumps(p) + "\n" for p in points))
+                    lines = len(points)
+                with open(path, "a") as file:
+                    file.write(json.dumps(point(read_run(work, stage, num_shards))) + "\n")
+                lines += 1
+            except OSError as e:
+                print(f"{path} was not written: {e}", flush=True)
+            time.sleep(RECORD_S)
+
+
+def point(status):
+    """A line of metrics.jsonl. Lists have an entry a shard or a GPU; null is unknown, or a shard that is not
+    running."""
+    box, shards = status["box"], [s if s["condition"] == "running" else {} for s in status["shards"]]
+    return {"t": round(time.time(), 1), **{key: status[key] for key in (*COUNTS, *RATES[:3], "eta_hours")},
+            "shards": {key: [s.get(key) for s in shards] for key in ("state", "waited_for_room_s", *RATES)},
+            "gpus": {key: [g[key] for g in box["gpus"]] for key in ("utilisation_percent", "memory_used")},
+            **{key: value for key, value in box.items() if type(value) in (int, float)}}
+
+
+def history(work, last_bytes=1 << 30):
+    """The points of metrics.jsonl by time, without torn lines and what is newer than the last one (a clock
+    was set back)."""
+    try:
+        with open(work / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - last_bytes))
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    points = [p for p in map(point_of, lines) if p]
+    return sorted((p for p in points if p["t"] <= points[-1]["t"]), key=lambda p: p["t"])
+
+
+def point_of(line):
+    """A line of metrics.jsonl, None if it is none; `at` guards what is in it. Faster than read_json."""
+    try:
+        point = json.loads(line)
+        return point if isinstance(point, dict) and number(point.get("t")) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def thinned(points):
+    """At most MAX_POINTS less a third: every second point may go, and goes first where they are dense."""
+    if len(points) < MAX_POINTS:
+        return points
+    odd = sorted(range(1, len(points) - 1, 2), key=lambda i: points[i + 1]["t"] - points[i - 1]["t"])
+    gone = set(odd[:len(points) - 2 * MAX_POINTS // 3])
+    return [p for i, p in enumerate(points) if i not in gone]
+
+
+def at(point, *keys):
+    """The number under keys and list positions of a point, None where there is none."""
+    for key in keys:
+        try:
+            point = point[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return number(point)
+
+
+def time_spent(points, longest=60):
+    """({gpu, host, upload, planning}: share of the running shards' time, 0 to 1; the seconds looked at)"""
+    spent, seconds = dict.fromkeys(("gpu", "host", "upload", "planning"), 0), 0
+    for a, b in zip(points, points[1:]):
+        dt, states = b["t"] - a["t"], b["shards"].get("state") if isinstance(b.get("shards"), dict) else None
+        for i, state in enumerate(states if isinstance(states, list) and 0 < dt <= longest else []):
+            if not isinstance(state, str):  # that shard was not running
+                continue
+            seconds += dt
+            was, now = (at(p, "shards", "waited_for_room_s", i) for p in (a, b))
+            waited = 0 if None in (was, now) else min(dt, max(0, now - was))
+            spent["upload"] += dt if state == "draining" else waited
+            spent["planning"] += dt * (state in ("planning", "loading", "warming"))
+            for name in ("gpu", "host"):
+                spent[name] += dt * min(1, at(b, "shards", f"{name}_busy", i) or 0) * (state != "draining")
+    return {name: round(part / max(seconds, 1e-9), 3) for name, part in spent.items()}, seconds
+
+
+def judged(status, points):
+    """Adds `time_spent`, `bottleneck`, `summary` and `worry` (none some much), from the last 10 minutes."""
+    newest = points[-1]["t"] if points else 0
+    points = [p for p in points if p["t"] >= newest - WINDOW_S and abs(time.time() - newest) < 60]
+    (spent, seconds), covered = time_spent(points), points[-1]["t"] - points[0]["t"] if points else 0
+    over = f"of the last {round(covered / 60)} minutes" if covered > 90 else f"of the last {covered:.0f} s"
+    share = {name: f"{100 * part:.0f} %" for name, part in spent.items()}
+    output = "S3" if (status["out"] or "").startswith("s3://") else "OUT"
+    model = "the GPU" if status["box"]["gpus"] else "the forward pass (no GPU)"
+    name = (None if seconds < 20 else "planning" if spent["planning"] >= 0.5 else
+            "upload" if spent["upload"] >= 0.1 else  # whoever waits for the next stage is not the slowest
+            max(("gpu", "host"), key=spent.get) if max(spent.values()) >= 0.5 else None)
+    words = {
+        "planning": f"getting ready: planning, loading and warming up took {share['planning']} {over}",
+        "upload": f"{output} is the bottleneck: extraction waited {share['upload']} {over}",
+        "gpu": f"{model} is the bottleneck: it was busy {share['gpu']} {over}",
+        "host": f"copying and writing on the host is the bottleneck: it took {share['host']} {over}",
+        None: f"nothing is busy half of the time ({model} {share['gpu']}, copying and writing "
+              f"{share['host']}): look at CPU system time and the logs"}[name]
+    shards, total = status["shards"], status["num_shards"]
+    running = [s for s in shards if s["condition"] == "running"]
+    wrong = [f"shard {s['shard']} {ILL[s['condition']]}" for s in shards if s["condition"] in ILL]
+    if running and not wrong and all(s["state"] == "draining" for s in running):
+        name, words = "upload", f"all is computed, {status['pending_uploads']:,} uploads to {output} are left"
+    elif seconds < 20:
+        words = "too early to name a bottleneck"
+    how = ", ".join([f"{len(running)} of {total} shard{'s' * (total != 1)} running",
+                     *wrong[:3], *[f"{len(wrong) - 3} more in trouble"] * (len(wrong) > 3)])
+    if not shards:
+        tokenizing = process_state(pid_of(Path(status["work"], "pids", ".plan")), status["work"])
+        how = "planning: the data is being tokenized" if tokenizing else "no shard has been started here"
+    elif status["state"] == "done":
+        how = (f"done: {status['processed']:,} samples in {status['batch']:,} batches, all in {output}; "
+               f"{status['skipped']:,} skipped")
+    elif running:
+        how += f"{';' if wrong else ','} {words}"
+    elif status["state"] in ("stopped", "failed"):
+        how = "not running: " + ", ".join(
+            f"{n} {c}" for c, n in collections.Counter(s["condition"] for s in shards).items()
+        ) + "; the same make extract goes on"
+    worry = "much" if wrong else "some" if status["state"] == "stopped" or name == "upload" else "none"
+    return status | {"time_spent": spent, "bottleneck": name if running else None, "worry": worry,
+                     "summary": how[0].upper() + how[1:]}
+
+
+def look(args, last_bytes=1 << 20):
+    """A status with its judgement, and the history it comes from."""
+    points = history(Path(args.work), last_bytes)
+    return judged(read_run(Path(args.work), args.stage, args.num_shards), points), points
 
 
 # ---- words and figures for people
@@ -384,14 +570,21 @@ def doing(s):
     return re.split("[:(]", s["message"])[0].strip() or state.replace("_", " ")
 
 
+def tail(path, size=4096):
+    """The lines at the end of a log that hold anything, each printable and of bounded length."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+            return [*filter(None, map(clean, file.read().decode(errors="replace").splitlines()))]
+    except OSError:
+        return []
+
+
 def problem(work, s):
     """What is wrong with a shard, and where to read more."""
-    log, tail = os.path.join(work, "logs", f"shard_{s['shard']}.log"), ""
-    if s["condition"] == "gone" and os.access(log, os.R_OK):
-        with open(log, "rb") as file:
-            file.seek(max(0, os.path.getsize(log) - 4096))
-            tail = clean("".join(file.read().decode(errors="replace").strip().splitlines()[-1:]))
-    return s["message"] + (f"; its log ends: {tail}" if tail else "") + f" | log {log}"
+    log = os.path.join(work, "logs", f"shard_{s['shard']}.log")
+    last = tail(log)[-1:] if s["condition"] == "gone" else []
+    return "".join([s["message"], *(f"; its log ends: {line}" for line in last), f" | log {log}"])
 
 
 COLUMNS = ["shard", "state", "samples", "%", "samples\n/s", "tokens\n/s", "ETA", "skipped",
@@ -422,7 +615,9 @@ def texts(status):
                 f"{status['staged_bytes'] / 1e9:,.1f} GB staged | ETA {span(status['eta_hours'], 3600)}")
     problems = [f"shard {s['shard']}: {problem(status['work'], s)}" for s in status["shards"]
                 if s["message"] not in ("", "starting", "not started")]
-    return headline, problems if status["shards"] else [f"no shard has been started here: {START}"], [
+    if not status["shards"]:
+        problems = [f"no shard has been started here: {START}"]
+    return [headline, status["summary"]], problems, [
         *(f"GPU {gpu['index']}   {gpu['name'] or 'unnamed'}   busy "
           f"{'—' if gpu['utilisation_percent'] is None else gpu['utilisation_percent']} %   "
           f"{gigabytes(gpu['memory_used'], gpu['memory_total'])}" for gpu in box["gpus"]),
@@ -449,22 +644,352 @@ def terminal(status, width):
         style = "green" if s["condition"] == "done" else "red" if s["message"] not in ("", "starting") else ""
         table.add_row(*(Text(row[i]) for i in shown), style=style, end_section=s is status["shards"][-1])
     table.add_row(*(Text(total[i]) for i in shown), style="bold")
-    headline, problems, box_lines = texts(status)
-    return [Text(headline, "bold"), table, *(Text(line, "red") for line in problems), *map(Text, box_lines)]
+    (headline, summary), problems, box_lines = texts(status)
+    return [Text(headline, "bold"), Text(summary), table, *(Text(line, "red") for line in problems),
+            *map(Text, box_lines)]
 
 
 def markdown(status):
     """The same as a page: STATUS.md."""
     def line(cells):
         return "| " + " | ".join(cell.replace("\n", " ").replace("|", "\\|") for cell in cells) + " |"
-    headline, problems, box_lines = texts(status)
+    (headline, summary), problems, box_lines = texts(status)
     rule = ["---"] * 2 + ["---:"] * (len(COLUMNS) - 2)
-    return "\n".join(["# Status", "", headline, "", time.strftime("Written %Y-%m-%d %H:%M:%S %z"), "",
+    written = time.strftime("Written %Y-%m-%d %H:%M:%S %z")
+    return "\n".join(["# Status", "", summary, "", headline, "", written, "",
                       *map(line, [COLUMNS, rule, *rows(status)]), "", *(f"- {text}" for text in problems), "",
                       *(f"- {text}" for text in box_lines), ""])
 
 
+# ---- curves, the page, metrics
+
+def curves(points):
+    """[(title, limit or None, [(name, [(Unix seconds, value or None), ...]), ...])], 240 points at most,
+    None where nothing was recorded for a while."""
+    width = max(1, (points[-1]["t"] - points[0]["t"]) / 240) if points else 1
+    points, pause = [*{p["t"] // width: p for p in points}.values()], max(3 * width, 30)
+    late = [a["t"] + 1 for a, b in zip(points, points[1:]) if b["t"] - a["t"] > pause]
+    points = sorted([*points, *({"t": t} for t in late)], key=lambda p: p["t"])
+    spent = [{"t": b["t"], **(time_spent([a, b], pause)[0] if b.get("shards") else {})}
+             for a, b in zip(points, points[1:])]
+
+    def line(name, scale, *keys, points=points):
+        values = [(p["t"], at(p, *keys)) for p in points]
+        return name, [(t, None if v is None else round(v * scale, 2)) for t, v in values]
+
+    def each(name, scale, group, key):
+        lists = (p[group].get(key) for p in points if isinstance(p.get(group), dict))
+        count = max((len(v) for v in lists if isinstance(v, list)), default=0)
+        return [line(f"{name} {i}", scale, group, key, i) for i in range(count)]
+    charts = [
+        ("Tokens/s", None, each("shard", 1, "shards", "tokens_per_sec")),
+        ("Where the shards' time goes, %", None, [
+            line(name, 100, key, points=spent) for name, key in
+            (("forward", "gpu"), ("copy and write", "host"), ("waiting for uploads", "upload"))]),
+        ("Staging filled, %", 80, [line("filled", 1, "stage_percent")]),
+        ("Uploads, MB/s", None, [line("uploaded", 1e-6, "upload_bytes_per_sec")]),
+        ("Upload queue, batches", None, [line(name, 1, key) for name, key in (
+            ("queued", "pending_uploads"), ("failed", "failed_uploads"))]),
+        ("CPU, %", None, [line(name, 1, f"cpu_{name}_percent") for name in ("user", "system")]),
+        ("GPU use, %", None, each("GPU", 1, "gpus", "utilisation_percent")),
+        ("GPU memory, GB", None, each("GPU", 1e-9, "gpus", "memory_used"))]
+    return [c for c in charts if any(v is not None for _, values in c[2] for _, v in values)]
+
+
+def plot(points, path):
+    """The curves as a picture, its kind by the ending of its name."""
+    import datetime
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    figure, axes = pyplot.subplots(3, 3, figsize=(16, 9), layout="constrained")
+    for axis, chart in itertools.zip_longest(axes.flat, curves(points)):
+        if not chart:
+            axis.set_axis_off()
+            continue
+        title, limit, lines = chart
+        for (name, values), colour in zip(lines, itertools.cycle(COLOURS)):
+            times = [datetime.datetime.fromtimestamp(t) for t, _ in values]
+            heights = [math.nan if v is None else v for _, v in values]
+            axis.plot(times, heights, label=name, color=colour, linewidth=1.2)
+        if limit:
+            axis.axhline(limit, color="crimson", ls="--", lw=1, label=f"brake {limit}")
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.25)
+        axis.tick_params(labelsize=8)
+        axis.legend(fontsize=7, loc="best") if 1 < len(lines) + bool(limit) <= 9 else None
+    figure.autofmt_xdate()
+    figure.savefig(path, dpi=90)
+
+
+def exposition(status):
+    """(text, content type) for Prometheus. What is unknown is left out, and so are rates of dead shards."""
+    import prometheus_client as prometheus
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    box, shards, families = status["box"], status["shards"], []
+
+    def add(name, text, label, values):
+        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        families.append(kind(f"extract_{name}", text, labels=[label] * bool(label)))
+        for which, value in values:
+            if number(value) is not None:
+                families[-1].add_metric([str(which)] * bool(label), value)
+
+    for name, key in SHARD_METRICS.items():
+        add(name, f"{key} of progress_shard_N.json, in base units", "shard", [
+            (s["shard"], (s[key] or 0) * 3600 if key == "eta_hours" else s[key]) for s in shards
+            if key in (*COUNTS, "age_s") or s["condition"] == "running" and s[key] is not None])
+    add("shard_up", "1 while the shard runs and says so", "shard",
+        [(s["shard"], int(s["condition"] == "running")) for s in shards])
+    for key in ("stage_used", "stage_total", "memory_used", "memory_total"):
+        add(f"{key.replace('total', 'size')}_bytes", f"{key} of the box", "", [("", box[key])])
+    add("cpu_ratio", "CPU time of the box, of all cores together", "mode",
+        [(mode, box[f"cpu_{mode}_percent"] / 100) for mode in ("user", "system")])
+    add("time_spent_ratio", "share of the shards' last 10 minutes", "stage", status["time_spent"].items())
+    add("skipped_samples", "samples that planning skipped", "reason", status["skipped_by_reason"].items())
+    for name, key, unit in (("utilisation_ratio", "utilisation_percent", 0.01),
+                            ("memory_used_bytes", "memory_used", 1),
+                            ("memory_size_bytes", "memory_total", 1)):
+        add(f"gpu_{name}", f"{key} of NVML, in base units", "gpu",
+            [(gpu["index"], gpu[key] * unit) for gpu in box["gpus"] if gpu[key] is not None])
+    registry = prometheus.CollectorRegistry()
+    registry.register(type("Status", (), {"collect": lambda self: families})())
+    return prometheus.generate_latest(registry), prometheus.CONTENT_TYPE_LATEST
+
+
+class Guard:
+    """Lets through, of every request and websocket, what brings the token; without a token, what asks for
+    loopback by name (a page of another site whose name leads here does not)."""
+
+    def __init__(self, app, token, cookie):
+        self.app, self.token, self.cookie = app, token, cookie
+
+    async def __call__(self, scope, receive, send):
+        from starlette.requests import HTTPConnection
+        from starlette.responses import PlainTextResponse, RedirectResponse
+        from starlette.websockets import WebSocketClose
+        answer, refusal = self.app, (
+            (401, "open /?token=TOKEN, or send Authorization: Bearer TOKEN\n") if self.token else
+            (403, "open it as http://127.0.0.1:PORT (ssh -L leads there), or start it with --token\n"))
+        if scope["type"] in ("http", "websocket"):
+            asked = HTTPConnection(scope)
+            given = [asked.query_params.get("token", ""), asked.cookies.get(self.cookie, ""),
+                     asked.headers.get("authorization", "").removeprefix("Bearer ")]
+            host = re.sub(r":\d*$", "", asked.headers.get("host", ""))
+            if not (any(secrets.compare_digest(g.encode(), self.token.encode()) for g in given) if self.token
+                    else host in ("127.0.0.1", "localhost", "[::1]")):
+                answer = (WebSocketClose(1008) if scope["type"] == "websocket" else
+                          PlainTextResponse(refusal[1], refusal[0]))
+            elif self.token and given[0] and scope["path"] == "/":  # it does not stay in the address bar
+                answer = RedirectResponse("/", 303)
+                answer.set_cookie(self.cookie, self.token, 30 * 86400, httponly=True, samesite="strict")
+        await answer(scope, receive, send)
+
+
+CSS = """
+body { --card: #fff; --text: #16191f; --soft: #667080; --edge: #e3e6eb; --bad: #d13438; --good: #1a9c5b;
+  --some: #c77700; background: #f5f6f8; color: var(--text); font-variant-numeric: tabular-nums; }
+body.body--dark { --card: #16191f; --text: #e8eaee; --soft: #8b94a3; --edge: #272c35; --bad: #ff6b6e;
+  --good: #3ecf8e; --some: #ffb224; background: #0d0f13; }
+.nicegui-content { padding: 0; display: block; } main { max-width: 1320px; margin: auto; padding: 16px; }
+header { display: flex; align-items: center; gap: 12px; color: var(--soft); font-size: 13px; }
+header .place { flex: 1; min-width: 0; overflow-wrap: anywhere; } .mono, .problems { white-space: pre-wrap; }
+.summary { font-size: clamp(19px, 2.6vw, 27px); line-height: 1.3; font-weight: 600; margin: 14px 0 10px;
+  padding-left: 14px; border-left: 5px solid var(--good); text-wrap: pretty; }
+.summary.some { border-color: var(--some); } .summary.much { border-color: var(--bad); }
+.problems { color: var(--bad); } .problems, .mono { overflow-wrap: anywhere; font-size: 12.5px; }
+.tiles > div, .shards, .charts > div, .foot > div { background: var(--card); border: 1px solid var(--edge);
+  border-radius: 10px; padding: 12px 14px; min-width: 0; } .caption { color: var(--soft); font-size: 12px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(104px, 1fr)); gap: 10px;
+  margin: 14px 0; } .figure { font-size: clamp(16px, 1.7vw, 21px); font-weight: 600; white-space: nowrap; }
+.shard { display: grid; gap: 10px; padding: 8px 0; border-top: 1px solid var(--edge); align-items: center;
+  grid-template-columns: 42px 1.5fr 2fr .7fr repeat(8, 1fr); font-size: 13.5px; text-align: right; }
+.shard.all { font-weight: 600; } .shard > :nth-child(-n+2) { text-align: left; overflow-wrap: anywhere; }
+.shard:not(.names) > :nth-child(2)::before { content: "● "; color: var(--good); }
+.shard.waits > :nth-child(2)::before { color: var(--some); }
+.shard.bad > :nth-child(2)::before { color: var(--bad); }
+.shard:not(.names) > :nth-child(4) { padding: 1px 6px; border-radius: 5px; background: linear-gradient(90deg,
+  rgba(26, 156, 91, .35) var(--part), rgba(128, 128, 128, .15) 0); }
+.names { border: 0; color: var(--soft); font-size: 12px; } .nicegui-echart { height: 190px; width: 100%; }
+.charts { display: flex; flex-wrap: wrap; gap: 10px; margin: 10px 0; } .charts > div { flex: 1 1 340px; }
+.charts > :first-child { flex-basis: 690px; } .mono { font-family: ui-monospace, Menlo, Consolas, monospace; }
+.foot { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 2fr); gap: 10px; }
+.log .mono { max-height: 300px; overflow: auto; display: flex; flex-direction: column-reverse;
+  white-space: pre; }
+@media (max-width: 900px) {
+  main { padding: 4px; } .names { display: none; } .log .mono { white-space: pre-wrap; }
+  .foot { grid-template-columns: minmax(0, 1fr); } .shard > * { text-align: left; }
+  .shard { grid-template-columns: 4fr 4fr 5fr; gap: 6px 10px; font-size: 13px; }
+  .shard > ::after { content: attr(data-name); display: block; color: var(--soft); font: 400 11px Roboto; } }
+"""
+
+
+def chart_options(limit, lines):
+    """A chart of the page for ECharts, in greys that can be read on white and on black."""
+    grey, faint, red = {"color": "#8b94a3", "fontSize": 11}, {"color": "#8b94a338"}, {"color": "#e5484d"}
+    many, hidden = len(lines) > 1, {"show": False}
+    axis = {"axisLabel": grey | {"hideOverlap": True}, "axisTick": hidden, "axisLine": {"lineStyle": faint}}
+    series = [{"type": "line", "name": name, "data": [(round(t * 1000), v) for t, v in values],
+               "showSymbol": False, "lineStyle": {"width": 1.6},
+               "areaStyle": None if many else {"opacity": 0.12}}
+              for name, values in lines]
+    if limit:
+        label = red | {"formatter": f"brake {limit} %", "position": "insideStartTop"}
+        series[0]["markLine"] = {"silent": True, "symbol": "none", "data": [{"yAxis": limit}],
+                                 "lineStyle": red, "label": label}
+    return {"animation": False, "color": COLOURS, "series": series, "tooltip": {"trigger": "axis"},
+            "grid": {"left": 4, "right": 12, "top": 30 if many else 12, "bottom": 2, "containLabel": True},
+            "legend": {"show": many, "type": "scroll", "top": 0, "left": 0, "itemWidth": 12, "itemHeight": 4,
+                       "icon": "roundRect", "textStyle": grey},
+            "xAxis": axis | {"type": "time", "splitLine": hidden},
+            "yAxis": axis | {"min": 0, "max": 100 if limit else None, "splitLine": {"lineStyle": faint}}}
+
+
+def web(args):
+    """Serves the page and /metrics until Ctrl-C."""
+    loopback = args.host == "localhost" or args.host.startswith("127.")
+    try:
+        if args.token and len(args.token) < 16:
+            raise OSError("the token has fewer than 16 characters: take one of `openssl rand -hex 16`")
+        if not loopback and not args.token:
+            raise OSError("others can reach that: a --token is needed, as of `openssl rand -hex 16`")
+        socket.create_server((args.host, args.port)).close()
+    except (OSError, OverflowError) as e:
+        print(f"no page on --host {args.host} --port {args.port} (WEB_HOST= WEB_PORT=): {e}", file=sys.stderr)
+        return 2
+    where, token = "127.0.0.1" if loopback else args.host, f"?token={args.token}" * bool(args.token)
+    print(f"http://{where}:{args.port}/{token}   Ctrl-C ends the page, not the run; from elsewhere: "
+          f"ssh -L {args.port}:127.0.0.1:{args.port} BOX", flush=True)
+    from nicegui import app, run, ui
+    from starlette.responses import Response
+    seen = [None, []]  # the status and its curves, the same for everybody who looks
+
+    def refresh():
+        status, points = look(args, 1 << 30)
+        seen[:] = status, curves(points)
+    refresh()
+
+    @app.get("/metrics")
+    def metrics():
+        text, kind = exposition(seen[0])
+        return Response(text, headers={"Content-Type": kind})
+
+    @ui.page("/")
+    def page():
+        def box(name, kind=""):
+            ui.label(name).classes("caption")
+            return ui.label().classes(kind)
+        div, cells, drawn = lambda kind="": ui.element("div").classes(kind), [], {}
+        names = [name.replace("\n", " ").replace("/ ", "/").replace(" /", "/") for name in COLUMNS]
+        ui.add_css(CSS)
+        with ui.element("main"):
+            with ui.element("header"):
+                ui.label("Hidden states").classes("name")
+                place = ui.label().classes("place")
+                ui.button(icon="contrast").props("flat round dense aria-label='light or dark'").on(
+                    "click", js_handler="() => Quasar.Dark.toggle()")
+            summary, problems = ui.label(), ui.label().classes("problems")
+            with div("tiles"):
+                tiles = {}
+                for name in ("ETA", "done", "tokens/s", "samples/s", "uploaded", "staging filled"):
+                    with div():
+                        tiles[name] = box(name, "figure")
+            table, charts = div("shards"), div("charts")
+            with div("foot"):
+                with div():
+                    machine, skipped = box("box", "mono"), box("skipped by planning", "mono")
+                with div("log"):
+                    chosen = ui.select([0], value=0, label="end of the log of shard",
+                                       on_change=lambda: update()).props("dense options-dense")
+                    log = ui.label().classes("mono")
+
+        def update():
+            status, drawings = seen
+            state, shown = status["state"], rows(status)
+            (place.text, words), bad, lines = texts(status)
+            summary.text, problems.text = words, "\n".join(bad)
+            summary.classes(replace=f"summary {status['worry']}")
+            eta = status["eta_hours"] if state in ("running", "done") else None
+            speed = status["upload_bytes_per_sec"] / 1e6
+            figures = (span(eta, 3600), f"{percent(status)} %", f"{status['tokens_per_sec']:,.0f}",
+                       f"{status['rate_per_sec']:,.1f}", f"{speed:,.{int(speed < 100)}f} MB/s",
+                       f"{status['box']['stage_percent']:.0f} %")
+            for tile, text in zip(tiles.values(), figures):
+                tile.text = text
+            if len(cells) != len(shown):
+                cells.clear(), table.clear()
+                with table:
+                    with div("shard names"):
+                        [ui.label(name) for name in names]
+                    for row in shown:
+                        with div() as line:
+                            cells.append((line, [ui.label().props(f"data-name='{name}'") for name in names]))
+                chosen.set_options([*range(max(1, status["num_shards"]))])
+            for s, row, (line, labels) in zip([*status["shards"], status], shown, cells):
+                wrong = s.get("message") not in (None, "", "starting")
+                kind = " bad" if wrong else " waits" if s.get("state") == "waiting_for_room" else ""
+                line.classes(replace="shard" + kind + " all" * (s is status)).style(f"--part: {percent(s)}%")
+                for label, text in zip(labels, row):
+                    label.text = text
+            for title, limit, curve in drawings:
+                options = chart_options(limit, curve)
+                if title not in drawn:
+                    with charts, div():
+                        ui.label(title).classes("caption")
+                        drawn[title] = ui.echart(options)
+                elif drawn[title].options != options:
+                    drawn[title].options.update(options)
+            machine.text = "\n".join(lines)
+            reasons, file = status["skipped_by_reason"].items(), f"shard_{chosen.value}.log"
+            skipped.text = "\n".join(f"{n:,} {why}" for why, n in reasons) or "none"
+            log.text = "\n".join(tail(Path(args.work, "logs", file))[-30:]) or "nothing yet"
+        update()
+        ui.timer(2, update)
+
+    app.timer(2, lambda: run.io_bound(refresh))
+    app.add_middleware(Guard, token=args.token, cookie=f"token_{args.port}")
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a browser that goes away
+    ui.run(host=args.host, port=args.port, title="Hidden states", favicon="📈", dark=None, show=False,
+           reload=False, show_welcome_message=False)
+    return 0
+
+
 # ---- the commands
+
+def without_secrets(text):
+    """A text without the credentials of this environment and what else is plainly one."""
+    file = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser()
+    known = [v for k, v in os.environ.items() if re.search("SECRET|_TOKEN|PASSWORD|ACCESS_KEY|API_KEY", k)]
+    known += [line.partition("=")[2].strip() for line in tail(file, 1 << 20)]
+    for value in filter(lambda value: len(value) >= 8, known):
+        text = text.replace(value, "***")
+    text = re.sub(r"\b(AKIA|ASIA)[A-Z0-9]{16}\b|\bhf_\w{20,}", "***", text)
+    names = r"(?i)((token|secret|password|access_key|api_key)[\"']?\s*[=:]\s*[\"']?)"
+    return re.sub(names + r"[\w/+=-]{16,}", r"\1***", text)
+
+
+def keep(args):
+    """Keeps what the run looks like now, for after the next change: snapshots/TIME of the work directory."""
+    from importlib import metadata
+    work, home = Path(args.work), Path(__file__).resolve().parent
+    folder = work / "snapshots" / time.strftime("%Y%m%d-%H%M%S")
+    status, points = look(args, 1 << 30)
+    packages = sorted({f"{d.metadata['Name']}=={d.version}" for d in metadata.distributions()}, key=str.lower)
+    kept = {"STATUS.md": markdown(status), "status.json": json.dumps(status, indent=1),
+            "knobs.txt": args.snapshot,
+            "versions.txt": "\n".join([f"Python {sys.version}", " ".join(os.uname()), *packages])}
+    for file in [*home.glob("*.py"), home / "Makefile", home / "requirements.txt", work / "plan/plan.json",
+                 work / "warmup.json", work / "metrics.jsonl", *work.glob("progress_shard_*.json")]:
+        if file.is_file():
+            kept[file.name] = file.read_text(errors="replace")
+    kept |= {log.name: "\n".join(tail(log, 1 << 16)) for log in work.glob("logs/*.log")}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in kept.items():
+        (folder / name).write_text(without_secrets(text) + "\n" * (not text.endswith("\n")), errors="replace")
+    plot(points, folder / "run.png") if points else None
+    print(f"kept in {folder}: status, scripts, versions, knobs, ends of logs" + ", curves" * bool(points))
+
 
 def show(console, status, live=None):
     """Prints a status; on a terminal that has a live display, draws it over the one before."""
@@ -498,7 +1023,7 @@ def follow(args, work, console, live):
             codes = [1 if code is None else code for code in codes]  # nobody is left who would move
         over = None not in codes if shards else now - begun > GRACE_S
         if console.is_terminal:
-            show(console, snapshot(work, args.stage, count), live)
+            show(console, look(args)[0], live)
         else:
             for s in shards:
                 if told.get(s["shard"]) != (s["state"], s["condition"]):
@@ -547,11 +1072,22 @@ def main():
     how.add_argument("--pids", action="store_true", help="print the pids of the shards that run, a line each")
     how.add_argument("--follow", action="store_true",
                      help="show progress until all shards have ended; exit with the worst of their codes")
+    how.add_argument("--plot", metavar="FILE", help="draw the run's curves: run.png, .svg, .pdf")
+    how.add_argument("--snapshot", nargs="?", const="", metavar="KNOBS", help="keep scripts, versions, "
+                     "status, ends of logs, curves and this text in snapshots/TIME of the work directory")
+    how.add_argument("--web", action="store_true", help="serve a page of it all, and /metrics for Prometheus")
+    parser.add_argument("--host", default="127.0.0.1", help="address of the page, which needs a token "
+                        "unless it is loopback (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8080, help="port of the page (default: 8080)")
+    parser.add_argument("--token", default=os.environ.get("WEB_TOKEN", ""), help="what the page and /metrics "
+                        "ask for, at least 16 characters (default: the variable WEB_TOKEN)")
     args = parser.parse_args()
     if args.num_shards is not None and not 1 <= args.num_shards <= MAX_SHARDS:
         parser.error(f"--num-shards {args.num_shards} is not between 1 and {MAX_SHARDS}: give the run's GPUS")
     if args.watch is not None and not 0.1 <= args.watch <= 86400:
         parser.error(f"--watch {args.watch} is not between 0.1 and 86400 seconds: try --watch 2")
+    if args.web:
+        return web(args)
     sys.stdout.reconfigure(errors="replace")  # an ASCII terminal gets ? for a dash, not a traceback
 
     work = Path(args.work)
@@ -565,12 +1101,24 @@ def main():
             print(json.dumps({"error": error, "work": args.work}))
         print(error, file=sys.stderr)
         return 2
+    if args.snapshot is not None or args.plot:
+        points = history(work)
+        if not points and args.plot:
+            print(f"no history yet: {work / 'metrics.jsonl'} is written while shards run", file=sys.stderr)
+            return 2
+        try:
+            keep(args) if args.snapshot is not None else plot(points, args.plot)
+            print(f"wrote {args.plot}: {len(points):,} points") if args.plot else None
+            return 0
+        except (OSError, ValueError) as e:  # ValueError: an ending that matplotlib does not know
+            print(f"cannot write {args.plot or work / 'snapshots'}: {e}", file=sys.stderr)
+            return 2
     if args.json:
-        print(json.dumps(snapshot(work, args.stage, args.num_shards), allow_nan=False))
+        print(json.dumps(look(args)[0], allow_nan=False))
         return 0
     if args.markdown is not None:
         path = Path(args.markdown or work / "STATUS.md")
-        page, temporary = markdown(snapshot(work, args.stage, args.num_shards)), Path(f"{path}.tmp")
+        page, temporary = markdown(look(args)[0]), Path(f"{path}.tmp")
         try:
             temporary.write_text(page, encoding="utf-8", errors="replace")
             os.replace(temporary, path)
@@ -583,14 +1131,14 @@ def main():
     from rich.live import Live
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     if not args.watch and not args.follow:
-        show(console, snapshot(work, args.stage, args.num_shards))
+        show(console, look(args)[0])
         return 0
     try:
         with Live(console=console, auto_refresh=False, transient=not console.is_terminal) as live:
             if args.follow:
                 return follow(args, work, console, live)
             while True:
-                show(console, snapshot(work, args.stage, args.num_shards), live)
+                show(console, look(args)[0], live)
                 time.sleep(args.watch)
     except KeyboardInterrupt:
         if args.follow:
@@ -600,4 +1148,7 @@ def main():
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python monitor.py | head` ends in silence
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ModuleNotFoundError as e:
+        sys.exit(f"{e.name} is not installed: make setup, or pip install -r requirements.txt")

@@ -142,7 +142,7 @@ def pipeline(x, plan, o, batches, stage):
     """(seconds, growth of host memory in bytes after the third) for `batches` batches as a shard makes them, each
     file removed when it is there."""
     gone = SimpleNamespace(fatal=None, failed=0, pending=0, add=lambda b, path: path.unlink())
-    seen = SimpleNamespace(computed=lambda s: None, wait_for_room=lambda w: None)
+    seen = SimpleNamespace(computed=lambda s: None, wrote=lambda: None, wait_for_room=lambda w: None)
     slots, writing, memory = [extract.Slot(plan, o.tokens, x.device) for _ in range(2)], [], []
 
     def run():
@@ -546,7 +546,7 @@ def cpu(a):
     for tensor in big.device.values():
         tensor.normal_()
     gone = SimpleNamespace(fatal=None, failed=0, pending=0, add=lambda b, path: path.unlink())
-    seen = SimpleNamespace(computed=lambda s: None, wait_for_room=lambda w: None)
+    seen = SimpleNamespace(computed=lambda s: None, wrote=lambda: None, wait_for_room=lambda w: None)
     write = timed(lambda: extract.write_batch(o, wide, stage, gone, seen, threading.Event(), 0, big, []), 3)
     copy = timed(lambda: big.host["hidden_states"].clone(), 3)
     shutil.rmtree(stage.dir.parent)
