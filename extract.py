@@ -257,7 +257,7 @@ class Encoder:
     def pretokenized(self, record):
         get = lambda key, other: other if record.get(key) is None else np.asarray(record[key])
         ids = get("input_ids", None)
-        mask = get("loss_mask", get("labels", ids) != -100)
+        mask = get("loss_mask", get("assistant_masks", get("completion_mask", get("labels", ids) != -100)))
         real = get("attention_mask", ids != -100)  # where it is 0 there is padding
         if any(x.ndim != 1 or x.size and x.dtype.kind not in "iub" for x in (ids, mask, real)):
             raise Skip("unreadable", "input_ids and masks must be lists of integers")

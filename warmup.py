@@ -242,7 +242,7 @@ def table_rows(f, parquet):
     table = pq.ParquetFile(f) if parquet else pa.ipc.open_stream(f)
     names = (table.schema_arrow if parquet else table.schema).names
     names = [name for name in names if name in "messages conversations system tools id conversation_id uuid "
-             "input_ids loss_mask labels attention_mask".split()] or names
+             "input_ids loss_mask assistant_masks completion_mask labels attention_mask".split()] or names
     for batch in table.iter_batches(256, columns=names) if parquet else table:
         values = [c.to_numpy(zero_copy_only=False) if re.match(r"(large_)?list<\w+: u?int", str(c.type))
                   and not c.flatten().null_count else c.to_pylist(maps_as_pydicts="lossy")

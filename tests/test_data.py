@@ -942,6 +942,12 @@ def test_labels_are_a_mask_where_there_is_none(ready):
     assert ready.encode(line)[2].tolist() == [1, 0, 0]
 
 
+@pytest.mark.parametrize("key", ["assistant_masks", "completion_mask"])
+def test_a_mask_under_trl_s_names_is_the_mask(ready, key):
+    line = json.dumps({"input_ids": [5, 6, 7], "labels": [5, 6, 7], key: [0, 1, 0]}).encode()
+    assert ready.encode(line)[2].tolist() == [0, 1, 0]
+
+
 def test_padding_is_taken_out_with_its_mask(ready):
     _, ids, mask, _ = ready.encode(
         b'{"input_ids": [0, 5, 6, 7, 0], "attention_mask": [0, 1, 1, 1, 0], "loss_mask": [1, 0, 1, 0, 1]}')
