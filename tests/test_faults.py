@@ -46,13 +46,15 @@ class Shard:
     def log_file(self, shard=0):
         return self.folder / f"shard_{shard}.log"
 
+    def flags(self, *args, shard=0, of=1, work=None):
+        return ["--model", self.model, "--data", self.data, "--out", self.out, "--work", work or self.work,
+                "--stage", self.stage, "--shard", shard, "--num-shards", of, "--tokens", 1024, "--max-len", 300,
+                "--compute-dtype", "fp32", "--dtype", "fp32", *self.args, *args]
+
     def start(self, *args, shard=0, of=1, work=None, **more):
         log = self.log_file(shard)
         self.begun[shard] = log.stat().st_size if log.exists() else 0
-        return self.shards.start(
-            ["--model", self.model, "--data", self.data, "--out", self.out, "--work", work or self.work,
-             "--stage", self.stage, "--shard", shard, "--num-shards", of, "--tokens", 1024, "--max-len", 300,
-             "--compute-dtype", "fp32", "--dtype", "fp32", *self.args, *args], log, self.env, **more)
+        return self.shards.start(self.flags(*args, shard=shard, of=of, work=work), log, self.env, **more)
 
     def run(self, *args, **how):
         return code(self.start(*args, **how))
@@ -291,20 +293,22 @@ class Trouble:
         """Somebody else takes whatever room there is in staging, and gives it back."""
         run = self.into("full_stage", data=self.place.chat, stage=self.small("6m"))
         filler = run.stage / "filler"
-        process = run.start()
-        until(lambda: run.staged(), process)
+        with open(run.log_file(), "ab") as log:  # under its own name, by which status knows it
+            process = subprocess.Popen([sys.executable, ROOT / "extract.py", *map(str, run.flags())], env=run.env,
+                                       stdout=log, stderr=log)
+        until(run.staged)
         run.states = set()
 
         def noticed():
             fill(filler)
             run.states.add(run.progress().get("state"))
-            return "with other files than this run's" in run.log()
-        until(noticed, process)
+            return "waiting_for_room" in run.states and not run.staged()
+        until(noticed)
         run.status = subprocess.run([sys.executable, ROOT / "monitor.py", "--work", run.work, "--num-shards", "1"],
                                     capture_output=True, text=True).stdout
         run.status_json = monitor.snapshot(run.work, str(run.stage), 1)
         filler.unlink()
-        run.code = code(process)
+        run.code = process.wait(400)
         return run
 
 
