@@ -122,6 +122,7 @@ def served(live):
 @pytest.fixture(scope="module")
 def chromium():
     from playwright.sync_api import sync_playwright
+    ARTIFACTS.mkdir(exist_ok=True)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
