@@ -111,7 +111,8 @@ def drill(folder, seed, kills):
             enough = killed["at random"] >= kills
             for shard in set(range(SHARDS)) - running.keys() - done:
                 point = points[0] if points and rng.random() < 0.3 or enough and points else None
-                fault = {"EXTRACT_FAULT": f"{point}:{rng.randint(1, 3) if point != 'uploading' else rng.randint(5, 30)}"}
+                times = rng.randint(5, 30) if point == "uploading" else rng.randint(1, 3)
+                fault = {"EXTRACT_FAULT": f"{point}:{times}"}
                 process = start(shard, SHARDS, "s3://bucket/run", work, server.environ(), **fault if point else {})
                 running[shard] = process, point
                 moment[shard] = 1e12 if point or enough else time.time() + rng.uniform(0, 4)
@@ -153,8 +154,9 @@ def drill(folder, seed, kills):
                     told = sum(killed.values())
                     say(f"{len(markers(work))} batches marked | killed: {dict(killed)}")
         shards.close()
-        for left in (p for p in psutil.process_iter(["cmdline"]) if str(stage) in " ".join(p.info["cmdline"] or [])):
-            left.wait(60)  # a killed shard's aws ends by itself
+        for p in psutil.process_iter(["cmdline"]):
+            if stage in " ".join(p.info["cmdline"] or []):
+                p.wait(60)  # a killed shard's aws ends by itself
         lost, doubled, wrong = compare(bucket, folder / "plain")
         say(f"killed: {dict(killed)} | {len(markers(work))} batches, all compared with the undisturbed run's")
         assert not points and killed["at random"] >= kills, f"the run ended after {dict(killed)}: take more samples"

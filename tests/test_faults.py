@@ -179,7 +179,8 @@ class Trouble:
         link = Link(server.port)
         run = self.new(out=f"s3://{bucket}/{name}",
                        env=server.environ() | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}"}, **how)
-        run.link, run.files, run.put = link, server.directory / bucket / name, f"PUT /{bucket}/{name}/batches".encode()
+        run.link, run.files = link, server.directory / bucket / name
+        run.put = f"PUT /{bucket}/{name}/batches".encode()
         return run
 
     def refused(self):
@@ -533,7 +534,8 @@ def test_a_moved_run_is_complete(moved):
 def test_machines_without_a_shared_disk_complete_one_output(new, place, plain):
     run = new(place.few)
     for shard in (0, 1):
-        assert run.run("--resume-from-output", shard=shard, of=2, work=run.folder / f"work{shard}") == 0, run.log(shard)
+        work = run.folder / f"work{shard}"
+        assert run.run("--resume-from-output", shard=shard, of=2, work=work) == 0, run.log(shard)
     assert objects(run.out) == plain["few"]
     assert json.loads((run.out / "manifest.json").read_text())["complete"] is True
 
@@ -640,7 +642,8 @@ def test_a_cgroup_s_limit_below_the_filesystem_s_size_is_the_room(tmp_path):
     except OSError:
         pytest.skip("no cgroup can be made here")
     try:
-        command = f"echo $$ >{folder}/cgroup.procs; exec {sys.executable} -c \"import monitor; print(monitor.room('/dev/shm')[1])\""
+        ask = "import monitor; print(monitor.room('/dev/shm')[1])"
+        command = f'echo $$ >{folder}/cgroup.procs; exec {sys.executable} -c "{ask}"'
         out = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
         assert 0 < int(out.stdout) < 200 << 20, out.stderr
     finally:
