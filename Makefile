@@ -28,6 +28,12 @@ UPLOAD_MBPS ?= 0
 PORT ?= 9123
 # ARGS: more flags for extract.py, as ARGS="--final --dtype fp8"
 ARGS ?=
+# TO: where `make export` puts a trainer's files
+TO ?= $(WORK)/export
+# FORMAT: whose files they are: speculators, specforge or modelopt
+FORMAT ?= speculators
+# ALGORITHM: what that trainer trains: dflash, dspark or eagle3
+ALGORITHM ?= dflash
 # SAMPLES: samples that `make verify` recomputes, or all
 SAMPLES ?= 100
 # SHARD: whose log `make logs` follows
@@ -35,7 +41,7 @@ SHARD ?= 0
 # PY: the Python that runs everything; set it to use an environment of your own instead of .venv
 PY ?= .venv/bin/python
 
-KNOBS := MODEL DATA OUT GPUS WORK STAGE LAYERS TOKENS MAX_LEN UPLOADS UPLOAD_MBPS PORT ARGS SAMPLES SHARD PY
+KNOBS := MODEL DATA OUT GPUS WORK STAGE LAYERS TOKENS MAX_LEN UPLOADS UPLOAD_MBPS PORT ARGS TO FORMAT ALGORITHM SAMPLES SHARD PY
 SHAPE = --model '$(MODEL)' --work '$(WORK)' --layers '$(LAYERS)' --tokens '$(TOKENS)' --max-len '$(MAX_LEN)'
 FLAGS = $(SHAPE) --data '$(DATA)' --out '$(OUT)' --stage '$(STAGE)' --uploads '$(UPLOADS)' \
         --upload-mbps '$(UPLOAD_MBPS)' --num-shards '$(GPUS)'
@@ -44,7 +50,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench bench-gpu plan warmup extract status watch logs stop restart clean-shm verify
+.PHONY: help setup demo test bench bench-gpu plan warmup extract status watch logs stop restart clean-shm verify \
+        export train-demo
 
 help:  ## this text
 	@echo 'make TARGET [KNOB=value ...]'
@@ -161,6 +168,10 @@ verify: $(VENV)  ## recompute SAMPLES samples of a local OUT alone with plain tr
 	@[[ -n '$(OUT)' && '$(OUT)' != s3://* ]] || { echo 'verify: OUT= must be a local directory (aws s3 sync fetches one)'; exit 2; }
 	$(PY) tests/oracle.py --out '$(OUT)' --model '$(MODEL)' --samples '$(SAMPLES)'
 
+export: $(VENV)  ## turn OUT, local or in S3, into what trainer FORMAT loads, in TO
+	@[ -n '$(OUT)' ] || { echo 'export: OUT= (a run) is missing. make help explains'; exit 2; }
+	$(PY) export.py --from '$(OUT)' --to '$(TO)' --format '$(FORMAT)' --algorithm '$(ALGORITHM)'
+
 # ---- the project itself
 
 D := $(if $(filter file default,$(origin WORK)),work/demo,$(WORK))
@@ -189,6 +200,11 @@ demo: $(VENV)  ## all of it in minutes, without a GPU: tiny model, 300 chats, a 
 	echo '--- make status WORK=$(D)'
 	$(PY) monitor.py --work '$(D)' --stage '$(STAGE)'
 	tail -n 1 '$(D)/proof.txt'
+
+train-demo: $(VENV)  ## train a tiny head on what make demo left: the loss falls
+	@out='$(D)/s3/hidden-states/run1'
+	[ -f "$$out"/manifest.json ] || { echo "no run in $$out: make demo first"; exit 2; }
+	$(PY) tests/train_demo.py --out "$$out"
 
 test: $(VENV)  ## the project's tests
 	@$(PY) -m pytest -q tests $(ARGS)

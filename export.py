@@ -216,14 +216,14 @@ class S3(Local):
             print(f"did not look for multipart uploads left open: {e}", flush=True)
 
 
-# --------------------------------------------------------------------------------------------------- samples
+# -------------------------------------------------------------------------------------------------- samples
 class Batch:
-    """A batch file, memory-mapped. Raises OutputError where it is cut short, or not of the run `fingerprint`."""
+    """A batch file, memory-mapped. Raises OutputError for one that is torn or of another run."""
 
     def __init__(self, path, fingerprint):
         try:
-            with open(path, "rb") as f:  # copy on write, since torch takes no read-only memory; nobody writes
-                self.map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+            with open(path, "rb") as f:
+                self.map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
             begin = 8 + int.from_bytes(self.map[:8], "little")
             header = json.loads(self.map[8:begin])
             of = json.loads(header.pop("__metadata__")["meta"])["fingerprint"]
@@ -231,135 +231,43 @@ class Batch:
                             for name, x in header.items()}
             size = begin + max(x["data_offsets"][1] for x in header.values())
         except (OSError, ValueError, KeyError, TypeError) as e:
-            raise OutputError(f"{path} is no batch file of ours ({e})") from None
-        if of != fingerprint or size != len(self.map):
-            raise OutputError(f"{path} is of the run {of}, the manifest of {fingerprint}" if of != fingerprint
-                              else f"{path} has {len(self.map):,} bytes instead of {size:,}: fetch it again")
+            raise OutputError(f"{path} is no whole batch file of ours ({e})") from None
+        if of != fingerprint:
+            raise OutputError(f"{path} is of the run {of}, the manifest of {fingerprint}: two runs are mixed")
+        if size != len(self.map):
+            raise OutputError(f"{path} has {len(self.map):,} bytes instead of {size:,}: fetch it again")
 
     def rows(self, name, start, length):
-        """Rows of a tensor as a view of the file; clone what is kept."""
+        """Rows of a tensor, copied from the file; no other part of it is read."""
+        import numpy as np
         import torch
-        dtype, shape, offset = self.tensors[name]
-        dtype, wide = getattr(torch, dtype), shape[1] if len(shape) > 1 else 1
-        flat = torch.frombuffer(self.map, dtype=dtype, count=length * wide,
-                                offset=offset + start * wide * dtype.itemsize)
-        return flat.view(length, *shape[1:])
+        kind, shape, offset = self.tensors[name]
+        kind = getattr(torch, kind)
+        size = kind.itemsize * (shape[1] if len(shape) > 1 else 1)
+        data = np.frombuffer(self.map, "u1", length * size, offset + start * size).copy()
+        return torch.from_numpy(data).view(kind).view(length, *shape[1:])
 
     def sample(self, start, length):
         """{name: tensor [length, ...]}; states stored as fp8 come as bf16."""
-        states = self.rows("hidden_states", start, length)
-        if "hidden_states_scale" in self.tensors:  # [T, K]: one a token and layer
-            scale = self.rows("hidden_states_scale", start, length)
-            states = states.float().unflatten(1, (scale.shape[1], -1)) * scale[..., None]
-            states = states.flatten(1).bfloat16()
-        found = {"hidden_states": states.clone(), "input_ids": self.rows("input_ids", start, length).long(),
-                 "loss_mask": self.rows("loss_mask", start, length).long()}
-        if "last_hidden_state" in self.tensors:
-            found["last_hidden_state"] = self.rows("last_hidden_state", start, length).clone()
-        return found
+        got = {name: self.rows(name, start, length) for name in self.tensors
+               if name not in ("cu_seqlens", "sample_index")}
+        if (scale := got.pop("hidden_states_scale", None)) is not None:  # [T, K], one a token and layer
+            states = got["hidden_states"].float().unflatten(1, (scale.shape[1], -1)) * scale[..., None]
+            got["hidden_states"] = states.flatten(1).bfloat16()
+        return got | {name: got[name].long() for name in ("input_ids", "loss_mask")}
 
-    def is_zero(self, start, length):
-        """Whether this sample was left out after planning: then its mask is zero, and so are its states."""
+    def excluded(self, start, length):
+        """Whether a sample was left out after planning: its mask is zero then, and so are its states."""
         import torch
         first = self.rows("hidden_states", start, 1).view(torch.uint8)
         return not (self.rows("loss_mask", start, length).any() or first.any())
 
 
-open_batch = functools.lru_cache(256)(Batch)  # a bound on the files that are mapped at a time
-
-
-class Samples:
-    """The samples of a local OUT: HiddenStates without its base class, which needs torch."""
-
-    def __init__(self, out):
-        import pyarrow.parquet as pq
-        if "://" in str(out):
-            raise OutputError(f"{out} is not a local directory: fetch it, as with aws s3 sync")
-        output = Local(str(out))
-        self.out, self.manifest = output.root, output.read_json("manifest.json")
-        if not self.manifest or not (self.out / "index.parquet").is_file():
-            raise OutputError(f"{out} has no manifest.json and index.parquet: it is no output of extract.py")
-        index = pq.read_table(self.out / "index.parquet")
-        there = {int(m[1]) for m in (re.fullmatch(r"batches/batch_(\d{6,})\.safetensors", key) for key in listing(output)) if m}
-        rows = zip(*(index[name].to_pylist() for name in ("batch", "row", "start", "length")))
-        keep = [i for i, (batch, row, start, length) in enumerate(rows) if batch in there and not (
-            str(row) in self.manifest["excluded"] or not self.manifest["complete"]
-            and self.open(batch).is_zero(start, length))]
-        self.index = index.take(keep)
-        self.ids, self.lengths = self.index["id"], self.index["length"].to_numpy()
-        self.places = [self.index[name].to_numpy() for name in ("batch", "start", "length")]
-
-    def open(self, batch):
-        return open_batch(self.out / KEY.format(batch), self.manifest["fingerprint"])
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def __getitem__(self, i):
-        batch, start, length = (int(place[i]) for place in self.places)
-        return self.open(batch).sample(start, length) | {"id": self.ids[i % len(self)].as_py()}
-
-
-def __getattr__(name):
-    """HiddenStates comes into being when it is asked for: who needs the rest does not wait for torch."""
-    if name != "HiddenStates":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from torch.utils.data import Dataset
-    text = """A local OUT, finished or growing, for PyTorch: random access to one sample without its batch.
-
-    HiddenStates(out)[i] is a dictionary: hidden_states [T, K*H] in the dtype of the run (bf16 for fp8), input_ids
-    and loss_mask [T] int64, with --final last_hidden_state [T, H], and id, a str. `lengths` has every T, `index`
-    the rows of index.parquet in this order, `manifest` what the run is. Samples that were excluded after planning
-    are not in it, nor are batches that are not there yet. It can be pickled and forked. Raises OutputError where
-    OUT is none of ours or a batch is of another run; IndexError."""
-    made = globals()[name] = type(name, (Samples, Dataset), {"__doc__": text, "__module__": __name__})
-    return made
-
-
-# --------------------------------------------------------------------------------------------------- trainers
-SHAPE = ("vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
-         "rms_norm_eps max_position_embeddings").split()  # of a draft, as its target has them
-
-
-def lacks(manifest, kind, algorithm):
-    """What a run lacks for a trainer, and the flag to extract with; None where it lacks nothing."""
-    layers = manifest["layers"]
-    if not manifest["final"] and (kind, algorithm) != ("specforge", "dflash"):
-        return "the last layer's state: extract with --final into another OUT"
-    if algorithm == "eagle3" and len(layers) != 3:
-        return f"three layers, it has {layers}: extract with --layers eagle3 into another OUT"
-    if (kind != "specforge" or algorithm == "eagle3") and layers != sorted(set(layers)):
-        ids = ",".join(map(str, sorted(set(layers))))
-        return f"layers in ascending order, it has {layers}: extract with --layers {ids} into another OUT"
-    return None
-
-
-def config_of(kind, algorithm, manifest, to, target):
-    """(name, content) of the trainer's own configuration: the layers as it counts them, and where things lie.
-
-    target: the target's text configuration, {} where the run has no head."""
-    layers, k = manifest["layers"], len(manifest["layers"])
-    if kind == "speculators":  # JSON is YAML, too
-        model = str(to / "target") if target else manifest["model"]
-        return "train.yaml", {"speculator_type": algorithm, "data": {"data_path": str(to)}, "draft": {
-            "target_layer_ids": [i + 1 for i in layers]}, "verifier": {"verifier_name_or_path": model}}
-    if kind == "modelopt":
-        ids = {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True}
-        return "modelopt.json", {"eagle_architecture_config": ids} if algorithm == "eagle3" else {
-            "dflash_architecture_config": {"target_layer_ids": layers, "num_hidden_layers": k}}
-    shape = {"hidden_size": manifest["hidden_size"]} | {name: target[name] for name in SHAPE if name in target}
-    if algorithm == "eagle3":
-        return "draft_config.json", shape | {
-            "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True}}
-    return "draft_config.json", shape | {
-        "architectures": [{"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}[algorithm]],
-        "model_type": "qwen3", "num_hidden_layers": k, "layer_types": ["full_attention"] * k, "block_size": 16,
-        "num_target_layers": target.get("num_hidden_layers"), "dflash_config": {"target_layer_ids": layers}}
+open_batch = functools.lru_cache(256)(Batch)  # so many files are mapped at a time
 
 
 def listing(output):
-    """{key: bytes} of all that is in OUT."""
+    """{key: bytes} of what is in OUT."""
     if not isinstance(output, S3):
         found = (f for f in output.root.rglob("*.*") if f.is_file())
         return {str(f.relative_to(output.root)): f.stat().st_size for f in found}
@@ -368,9 +276,111 @@ def listing(output):
     return {key.removeprefix(output.prefix): size for key, size in found or []}
 
 
+def batches(keys):
+    """The numbers of the batch files among keys."""
+    return {int(m[1]) for m in (re.fullmatch(r"batches/batch_(\d{6,})\.safetensors", k) for k in keys) if m}
+
+
+class Samples:
+    """HiddenStates without its base class, which needs torch."""
+
+    def __init__(self, out):
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+        output = open_output(str(out))
+        if isinstance(output, S3):
+            raise OutputError(f"{out} is not local: fetch it, say with aws s3 sync, or use python export.py")
+        self.root, self.manifest = output.root, output.read_json("manifest.json")
+        if not (self.manifest and (self.root / "index.parquet").is_file()):
+            raise OutputError(f"{out} has no manifest.json and index.parquet: it is no output of extract.py")
+        index, there, kept = pq.read_table(self.root / "index.parquet"), batches(listing(output)), []
+        places = zip(*(index[name].to_pylist() for name in ("batch", "start", "length", "row")))
+        for i, (batch, start, length, row) in enumerate(places):
+            if batch in there and str(row) not in self.manifest["excluded"] and (
+                    self.manifest["complete"] or not self.batch(batch).excluded(start, length)):
+                kept.append(i)
+        self.index = index.take(pa.array(kept, "i8"))
+        self.places = [self.index[name].to_numpy() for name in ("batch", "start", "length")]
+        self.lengths = self.places[2]
+
+    def batch(self, number):
+        return open_batch(self.root / KEY.format(number), self.manifest["fingerprint"])
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, i):
+        batch, start, length = (int(place[i]) for place in self.places)
+        return self.batch(batch).sample(start, length) | {"id": self.index["id"][i % len(self)].as_py()}
+
+
+def __getattr__(name):  # HiddenStates is made when it is asked for: nobody else here waits for torch
+    if name != "HiddenStates":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torch.utils.data import Dataset
+    text = """A local OUT, finished or growing, as a data set for PyTorch that reads one sample at a time.
+
+    HiddenStates(out)[i] is a dictionary: hidden_states [T, K*H] in the dtype of the run (bf16 for fp8),
+    input_ids and loss_mask [T] int64, with --final last_hidden_state [T, H], and id, a str. `index` has the
+    rows of index.parquet in this order, `lengths` every T, `manifest` what the run is. Samples that were
+    excluded after planning are not in it, nor batches that were not there when it was made. It can be pickled
+    and forked. Raises OutputError where OUT is none of ours, or a batch is torn or of another run.
+    """
+    made = globals()[name] = type(name, (Samples, Dataset), {"__doc__": text, "__module__": __name__})
+    return made
+
+
+# ------------------------------------------------------------------------------------------------- trainers
+def lacks(kind, algorithm, manifest, keys):
+    """What a trainer needs that OUT lacks, with the flag to extract with; None where nothing is missing."""
+    layers, plain = manifest["layers"], (kind, algorithm) == ("specforge", "dflash")
+    ordered = sorted(set(layers))
+    if not (manifest["final"] or plain):
+        return "the last layer's output: extract with --final, into another OUT"
+    if algorithm == "eagle3" and len(layers) != 3:
+        return f"three layers, these are {layers}: extract with --layers eagle3, into another OUT"
+    if layers != ordered and (kind != "specforge" or algorithm == "eagle3"):
+        ids = ",".join(map(str, ordered))
+        return f"ascending layers, not {layers}: extract with --layers {ids}, into another OUT"
+    if "head.safetensors" not in keys and not plain and kind != "speculators":
+        return ("the final norm: run the same extraction once more with --save-head, which adds it to OUT "
+                "and computes nothing again")
+    return None
+
+
+SHAPE = ("vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
+         "rms_norm_eps max_position_embeddings").split()  # what a draft has in common with its target
+
+
+def configuration(kind, algorithm, manifest, to, text):
+    """(file, content): the layers as the trainer counts them, where it reads them.
+
+    text: the target's text configuration, {} where OUT has no head."""
+    layers, k = manifest["layers"], len(manifest["layers"])
+    if kind == "speculators":  # JSON is YAML
+        return "train.yaml", {
+            "speculator_type": algorithm, "data": {"data_path": str(to)},
+            "draft": {"target_layer_ids": [layer + 1 for layer in layers]},
+            "verifier": {"verifier_name_or_path": str(to / "target") if text else manifest["model"]}}
+    eagle = {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True}
+    if kind == "modelopt":
+        return "modelopt.json", {"eagle_architecture_config": eagle} if algorithm == "eagle3" else {
+            "dflash_architecture_config": {"target_layer_ids": layers, "num_hidden_layers": k}}
+    draft = {"hidden_size": manifest["hidden_size"]} | {name: text[name] for name in SHAPE if name in text}
+    if algorithm == "eagle3":
+        return "draft_config.json", draft | {
+            "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
+            "eagle_config": eagle}
+    architecture = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}[algorithm]
+    return "draft_config.json", draft | {
+        "architectures": [architecture], "model_type": "qwen3", "num_hidden_layers": k, "block_size": 16,
+        "num_target_layers": text.get("num_hidden_layers"), "layer_types": ["full_attention"] * k,
+        "dflash_config": {"target_layer_ids": layers}}
+
+
 def write_whole(path, write):
-    """write(path of a temporary file), and then the file has its name."""
-    tmp = path.with_name(path.name + ".tmp")
+    """write(a temporary path), and then the file has its name."""
+    tmp = path.with_name(f"{path.name}.tmp")
     write(tmp)
     os.replace(tmp, path)
 
@@ -380,22 +390,19 @@ def write_json(path, value):
 
 
 class Export:
-    """An OUT on its way into a directory, batch by batch; what is done leaves its mark in TO/.export."""
+    """OUT on its way into directory TO, batch by batch; one is done when TO/.export/done has its mark.
+
+    Raises Refused where OUT lacks what the trainer needs or TO cannot take it; OutputError."""
 
     def __init__(self, output, to, kind, algorithm):
         from warmup import Refused
-        self.output = output
-        self.to, self.kind, self.algorithm = Path(to).resolve(), kind, algorithm
-        self.done, self.manifest = self.to / ".export/done", output.read_json("manifest.json")
-        if not self.manifest:
-            raise Refused(f"--from {output}: no manifest.json is there. Give the OUT of a run")
-        if lost := lacks(self.manifest, kind, algorithm):
-            raise Refused(f"{kind} {algorithm} needs {lost}")
-        self.keys, self.fingerprint = listing(output), self.manifest["fingerprint"]
-        if "head.safetensors" not in self.keys and kind != "speculators" and (kind, algorithm) != (
-                "specforge", "dflash"):
-            raise Refused(f"{kind} {algorithm} needs the final norm: run the same extraction with --save-head, "
-                          "which adds head.safetensors to OUT and computes nothing again")
+        self.output, self.to, self.kind, self.algorithm = output, Path(to).resolve(), kind, algorithm
+        self.manifest = manifest = output.read_json("manifest.json")
+        if not manifest:
+            raise Refused(f"--from {output}: there is no manifest.json. Give the OUT of a run")
+        self.keys, self.done = listing(output), self.to / ".export/done"
+        if lack := lacks(kind, algorithm, manifest, self.keys):
+            raise Refused(f"{kind} {algorithm} needs {lack}")
         for folder in (self.done, self.to / "hidden_states" if kind == "speculators" else self.to):
             folder.mkdir(parents=True, exist_ok=True)
         self.lock = open(self.done.parent / "lock", "w")
@@ -403,23 +410,23 @@ class Export:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Refused(f"--to {to}: another export is writing there") from None
-        run, what = self.done.parent / "run.json", {"format": kind, "algorithm": algorithm, "run": self.fingerprint}
-        if run.exists() and (was := json.loads(run.read_text())) != what:
+        own = self.done.parent / "export.json"
+        what = {"format": kind, "algorithm": algorithm, "fingerprint": manifest["fingerprint"]}
+        if own.exists() and (was := json.loads(own.read_text())) != what:
             raise Refused(f"--to {to} holds another export, {was}: give another directory")
-        write_json(run, what)
+        write_json(own, what)
         for tmp in self.to.rglob("*.tmp"):  # of an export that was killed
             tmp.unlink()
-        self.index, there = self.read_index(), re.findall(r"batches/batch_(\d{6,})\.", "\n".join(self.keys))
-        self.there = set(map(int, there))
+        self.index, self.there = self.read_index(), batches(self.keys)
         self.todo = sorted(self.there - {int(f.stem) for f in self.done.glob("*.parquet")})
-        used = set(self.marked("number")["number"].to_pylist()) if self.there - set(self.todo) else ()
+        used = set(self.marks("number")) if len(self.todo) < len(self.there) else ()
         self.numbers = (n for n in itertools.count() if n not in used)
-        need = sum(length for batch in self.todo for _, _, length in self.index[batch])
-        need *= 2 * self.manifest["hidden_size"] * (len(self.manifest["layers"]) + self.manifest["final"]) + 40
+        width = 2 * manifest["hidden_size"] * (len(manifest["layers"]) + manifest["final"]) + 40
+        need = sum(length for batch in self.todo for _, _, length in self.index[batch]) * width
         if (free := shutil.disk_usage(self.to).free) < need:
-            raise Refused(f"--to {to} has {free / 1e9:,.1f} GB free and takes {need / 1e9:,.1f}: use another disk")
-        self.norm, target = self.head() if "head.safetensors" in self.keys else (None, {})
-        name, config = config_of(kind, algorithm, self.manifest, self.to, target)
+            raise Refused(f"--to {to} has {free / 1e9:,.1f} GB of room, {need / 1e9:,.1f} are needed")
+        self.norm, text = self.head() if "head.safetensors" in self.keys else (None, {})
+        name, config = configuration(kind, algorithm, manifest, self.to, text)
         write_json(self.to / name, config)
 
     @contextmanager
@@ -428,10 +435,11 @@ class Export:
         if not isinstance(self.output, S3):
             yield self.output.root / key
             return
-        path, url = self.done / f"{Path(key).name}.tmp", f"s3://{self.output.bucket}/{self.output.prefix}{key}"
+        path = self.done / f"{Path(key).name}.tmp"
+        source = f"s3://{self.output.bucket}/{self.output.prefix}{key}"
         try:
-            limit = 60 + self.keys.get(key, 0) / 5e6
-            self.output.aws("s3", "cp", url, str(path), "--only-show-errors", deadline=limit)
+            self.output.aws("s3", "cp", source, str(path), "--only-show-errors",
+                            deadline=60 + self.keys.get(key, 0) / 5e6)
             yield path
         finally:
             path.unlink(missing_ok=True)
@@ -446,8 +454,9 @@ class Export:
         return found
 
     def head(self):
-        """TO/target: of the target what a trainer needs. Returns (its own norm, its text configuration)."""
+        """TO/target, what training needs of the target -> (its own final norm, its text configuration)"""
         from safetensors import safe_open
+
         import warmup
         target = self.to / "target"
         target.mkdir(exist_ok=True)
@@ -455,12 +464,13 @@ class Export:
             with self.local("head.safetensors") as path:
                 write_whole(target / "model.safetensors", lambda tmp: shutil.copyfile(path, tmp))
         with safe_open(target / "model.safetensors", "pt") as f:
-            meta, names = json.loads(f.metadata()["meta"]), dict.fromkeys(f.keys(), "model.safetensors")
+            meta, names = json.loads(f.metadata()["meta"]), list(f.keys())
             weights = {name[11:]: f.get_tensor(name) for name in names if name.startswith("model.norm.")}
-        if meta["fingerprint"] != self.fingerprint:
-            raise warmup.Refused(f"head.safetensors of {self.output} is of another run: extract with --save-head")
+        if meta["fingerprint"] != self.manifest["fingerprint"]:
+            raise warmup.Refused(f"{self.output}/head.safetensors is of another run: --save-head writes it")
         write_json(target / "config.json", meta["config"])
-        write_json(target / "model.safetensors.index.json", {"weight_map": names})
+        write_json(target / "model.safetensors.index.json",
+                   {"weight_map": dict.fromkeys(names, "model.safetensors")})
         norm = warmup.skeleton(target).get_decoder().norm.to_empty(device="cpu")  # its arithmetic is its own
         norm.load_state_dict(weights)
         return norm.requires_grad_(False), warmup.text_config(target).to_dict()
@@ -468,37 +478,37 @@ class Export:
     def open(self, batch):
         """(Batch, its samples to be exported as (row, start, length), {row: why it is left out})"""
         with self.local(KEY.format(batch)) as path:  # what is mapped stays readable
-            opened, kept, out = Batch(path, self.fingerprint), [], {}
+            opened, kept, out = Batch(path, self.manifest["fingerprint"]), [], {}
         for row, start, length in self.index[batch]:
             mask = opened.rows("loss_mask", start, length)
-            if str(row) in self.manifest["excluded"] or opened.is_zero(start, length):
+            if str(row) in self.manifest["excluded"] or opened.excluded(start, length):
                 out[row] = "excluded"
-            elif self.kind == "specforge" and self.algorithm != "eagle3" and not (mask[:-1] & mask[1:]).any():
+            elif self.kind == "specforge" and self.algorithm != "eagle3" and not (mask[1:] & mask[:-1]).any():
                 out[row] = "no two adjacent supervised tokens"
             else:
                 kept.append((row, start, length))
         return opened, kept, out
 
     def file(self, sample, row, number):
-        """(name, content) of the file that the trainer reads for a sample."""
+        """(name, content) of what the trainer reads for a sample."""
         import torch
-        made = {name: sample[name] for name in ("input_ids", "loss_mask")}
         states, last = sample["hidden_states"].bfloat16(), sample.get("last_hidden_state")
+        made = {name: sample[name] for name in ("input_ids", "loss_mask")}
         if self.kind == "speculators":
             states = torch.cat([states, last.bfloat16()], 1).unflatten(1, (-1, last.shape[1]))
-            name, made = f"hidden_states/hs_{number}.safetensors", {"token_ids": made["input_ids"]}
-            return name, made | {"hidden_states": states}
+            return f"hidden_states/hs_{number}.safetensors", {
+                "hidden_states": states, "token_ids": sample["input_ids"]}
         if (self.kind, self.algorithm) == ("specforge", "dflash"):
             return f"row_{row:09d}.ckpt", made | {"hidden_states": states}
         last = self.norm.to(last.dtype)(last).bfloat16()
         if self.kind == "modelopt":
             return f"row_{row:09d}.pt", made | {"hidden_states": last, "aux_hidden_states": states}
-        return f"row_{row:09d}.ckpt", made | (
-            {"hidden_state": last[None], "aux_hidden_state": states[None]} if self.algorithm == "eagle3" else
-            {"hidden_states": states, "target_last_hidden_states": last})
+        if self.algorithm == "dspark":
+            return f"row_{row:09d}.ckpt", made | {"hidden_states": states, "target_last_hidden_states": last}
+        return f"row_{row:09d}.ckpt", made | {"hidden_state": last[None], "aux_hidden_state": states[None]}
 
     def write(self, batch, opened, kept, out, numbers):
-        """The files of a batch, and then its mark. Returns how many samples it has."""
+        """A batch's files, then its mark, which has its tokens, too. Returns how many samples it has."""
         import pyarrow as pa
         import pyarrow.parquet as pq
         import torch
@@ -508,59 +518,57 @@ class Export:
             sample = opened.sample(start, length)
             name, made = self.file(sample, row, number)
             write_whole(self.to / name, lambda tmp: save(made, tmp))
-            ids, mask = (sample[name].tolist() for name in ("input_ids", "loss_mask"))
-            mark.append({"number": number, "row": row, "why": "", "input_ids": ids, "loss_mask": mask,
-                         "seq_len": length})
+            mark.append({"number": number, "row": row, "why": None, "seq_len": length} | {
+                name: sample[name].tolist() for name in ("input_ids", "loss_mask")})
         mark += [{"number": -1, "row": row, "why": why} for row, why in out.items()]
-        kinds = [("number", pa.int64()), ("row", pa.int64()), ("why", pa.string()), ("input_ids", pa.list_(
-            pa.int32())), ("loss_mask", pa.list_(pa.int8())), ("seq_len", pa.int64())]
-        table = pa.Table.from_pylist(mark, pa.schema(kinds))
+        table = pa.Table.from_pylist(mark, pa.schema({
+            "number": "i8", "row": "i8", "why": "string", "seq_len": "i8", "input_ids": pa.list_(pa.int32()),
+            "loss_mask": pa.list_(pa.int8())}))
         write_whole(self.done / f"{batch:06d}.parquet", lambda tmp: pq.write_table(table, tmp))
         return len(mark)
 
-    def marked(self, *columns):
-        """These columns of what is done: number, row, why (it was left out), input_ids, loss_mask, seq_len."""
+    def marks(self, *columns):
+        """These columns of the marks of what is done; of a single one, a list."""
         import pyarrow.parquet as pq
-        files = sorted(self.done.glob("*.parquet"))
-        return pq.read_table(files, columns=list(columns)) if files else None
+        table = pq.read_table(sorted(self.done.glob("*.parquet")), columns=list(columns))
+        return table if len(columns) > 1 else table[0].to_pylist()
 
     def data_set(self):
-        """What `datasets` loads as TO: the samples' tokens, in the order of their numbers."""
+        """Makes TO what `datasets` loads: tokens and masks, in the order of the numbers."""
         import pyarrow as pa
-        import pyarrow.compute as pc
         features = {name: {"feature": {"dtype": kind, "_type": "Value"}, "_type": "List"}
                     for name, kind in (("input_ids", "int32"), ("loss_mask", "int8"))}
         features["seq_len"] = {"dtype": "int64", "_type": "Value"}
-        table = self.marked("number", *features)
-        table = table.filter(pc.field("number") >= 0).sort_by("number").drop_columns("number")
+        table = self.marks("number", *features).sort_by("number")
+        table = table.filter([n.as_py() >= 0 for n in table["number"]]).select(list(features))
         table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
 
         def save(tmp):
-            with pa.OSFile(str(tmp), "wb") as f, pa.ipc.new_stream(f, table.schema) as out:
-                out.write_table(table, 1000)
+            with pa.OSFile(str(tmp), "wb") as f, pa.ipc.new_stream(f, table.schema) as stream:
+                stream.write_table(table, 1000)
         write_whole(self.to / "data-00000-of-00001.arrow", save)
-        write_json(self.to / "dataset_info.json", {"features": features, "citation": "", "description": "",
-                                                   "homepage": "", "license": ""})
+        write_json(self.to / "dataset_info.json", {"features": features} | dict.fromkeys(
+            ("citation", "description", "homepage", "license"), ""))
         write_json(self.to / "state.json", {
-            "_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_fingerprint": f"{self.fingerprint}{len(table)}",
-            "_format_columns": list(features), "_format_kwargs": {}, "_format_type": "torch",
-            "_output_all_columns": False, "_split": None})
+            "_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_format_columns": list(features),
+            "_fingerprint": f"{self.manifest['fingerprint']}{len(table)}", "_format_type": "torch",
+            "_format_kwargs": {}, "_output_all_columns": False, "_split": None})
 
 
 def export(a, abort):
-    """Runs an export, as far as OUT is there. Raises Refused, OutputError."""
+    """`python export.py`, as far as OUT is there. Raises Refused or OutputError."""
     import torch
     from tqdm import tqdm
     x = Export(open_output(a.source, abort=abort), a.to, a.format, a.algorithm)
     torch.set_num_threads(max(1, os.cpu_count() // a.jobs))
     opened, writing, todo = deque(), deque(), deque(x.todo)
-    samples = sum(len(x.index[batch]) for batch in todo)
-    with ThreadPoolExecutor(a.jobs) as pool, tqdm(total=samples, unit=" samples", desc="export") as bar:
+    total = sum(len(x.index[batch]) for batch in todo)
+    with ThreadPoolExecutor(a.jobs) as pool, tqdm(total=total, unit=" samples", desc="export") as bar:
         try:
             while todo or opened or writing:
                 while todo and len(opened) < a.jobs:
                     opened.append((todo[0], pool.submit(x.open, todo.popleft())))
-                if opened and len(writing) < a.jobs:  # in the order of the batches, whoever is ready first
+                if opened and len(writing) < a.jobs:  # numbers are given in the order of the batches
                     batch, job = opened.popleft()
                     found, kept, out = job.result()
                     numbers = list(itertools.islice(x.numbers, len(kept)))
@@ -572,41 +580,37 @@ def export(a, abort):
             pool.shutdown(cancel_futures=True)
             raise
     if not x.there:
-        raise OutputError(f"{x.output} has no batch yet: run the same again when there are some")
+        raise OutputError(f"{x.output} has no batch yet: run the same command when it has")
     if a.format == "speculators":
         x.data_set()
-    why, total = Counter(x.marked("why")["why"].to_pylist()), x.manifest["counts"]["batches"]
-    print(f"{why.pop('', 0):,} samples of {len(x.there):,} batches are in {x.to} for {a.format} {a.algorithm}; "
-          f"left out: {dict(why) or 'none'}")
-    if len(x.there) < total:
-        print(f"The run has {total:,} batches: the same command adds those that come")
+    why = Counter(x.marks("why"))
+    print(f"{why.pop(None, 0):,} samples are in {x.to} for {a.format} {a.algorithm}, left out: {dict(why)}")
+    if len(x.there) < (planned := x.manifest["counts"]["batches"]):
+        print(f"{len(x.there):,} of {planned:,} batches were there: the same command adds the others")
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"refused: {message}; --help describes every flag\n")
-    parser.add_argument("--from", dest="source", required=True, help="OUT: an s3:// prefix or a directory")
-    parser.add_argument("--to", required=True, help="directory for the files; made where it is not there")
-    parser.add_argument("--format", required=True, choices=("speculators", "specforge", "modelopt"))
-    parser.add_argument("--algorithm", default="dflash", choices=("dflash", "dspark", "eagle3"),
-                        help="what is to be trained (default: dflash)")
-    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count()), help="batches at a time (default: "
-                        "one a core, 4 at most)")
-    a, abort = parser.parse_args(argv), threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.error = lambda message: p.exit(2, f"refused: {message}; --help describes every flag\n")
+    p.add_argument("--from", dest="source", required=True, help="OUT of a run: an s3:// prefix, a directory")
+    p.add_argument("--to", required=True, help="directory for the files, made where it is missing")
+    p.add_argument("--format", required=True, choices=("speculators", "specforge", "modelopt"), help="whose")
+    p.add_argument("--algorithm", default="dflash", choices=("dflash", "dspark", "eagle3"),
+                   help="what it trains (default: dflash)")
+    p.add_argument("--jobs", type=int, default=min(4, os.cpu_count()), choices=range(1, 65), metavar="N",
+                   help="batches at a time (default: one a core, 4 at most)")
+    a = p.parse_args(argv)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    from warmup import Refused
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    from warmup import Failed, Refused
     try:
-        if a.jobs < 1:
-            raise Refused(f"--jobs {a.jobs} is below 1")
-        export(a, abort)
+        export(a, threading.Event())
         return 0
-    except Refused as e:
-        code, text = 2, f"refused: {e}"
-    except (OutputError, OSError) as e:
-        code, text = 1, f"failed: {e}"
     except KeyboardInterrupt:
         code, text = 3, "stopped: the same command goes on"
+    except (Refused, Failed, OutputError, OSError) as e:
+        code = getattr(e, "code", 1)
+        text = f"{'refused' if code == 2 else 'failed'}: {e}"
     print(text, file=sys.stderr)
     return code
 
