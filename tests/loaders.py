@@ -1,9 +1,11 @@
 """What trainers make of an export, with their own loaders from their own packages; and some steps of training.
 
-    PYTHONPATH=<packages> python tests/loaders.py speculators|specforge|modelopt ALGORITHM DIR RESULT [--train]
+    PYTHONPATH=<packages> python tests/loaders.py speculators|specforge|modelopt RESULT ALGORITHM=DIR ...
 
-Writes into RESULT, by torch.save: samples, a list of what the loader gave for each, in the loader's order; config,
-the layers that the trainer reads from the file in DIR; losses, of a tiny drafter, with --train.
+Writes into RESULT, by torch.save, for each algorithm: samples, a list of what the loader gave, in its order;
+config, the layers that the trainer reads from the file in DIR; losses of a tiny drafter of the trainer's own, in
+fp32 on the CPU. Not trained: specforge's EAGLE-3, and modelopt's, which call Qwen3RotaryEmbedding(device=...), an
+argument that the transformers of this environment does not take.
 """
 
 import copy
@@ -36,7 +38,7 @@ def in_fp32(batch):
     return {k: v.float() if v.is_floating_point() else v for k, v in batch.items() if torch.is_tensor(v)}
 
 
-def speculators(algorithm, folder, train):
+def speculators(algorithm, folder):
     from speculators.train import cli
     from speculators.train.config import TrainConfig
     from speculators.train.data import ArrowDataset, CollateFn
@@ -45,50 +47,47 @@ def speculators(algorithm, folder, train):
     config = TrainConfig.from_sources(cli={}, config_path=str(folder / "train.yaml"), argv=[])
     layers = config.draft.target_layer_ids
     found = {"samples": [data[i] for i in range(len(data))], "config": layers}
-    if train:
-        target = config.verifier.verifier_name_or_path
-        width = data[0]["verifier_last_hidden_states"].shape[1]
-        shape = cli.create_transformer_layer_config(
-            verifier_name_or_path=target,
-            num_layers=1,
-            draft_arch="llama" if algorithm == "eagle3" else "qwen3",
-            hidden_act="silu",
-            sliding_window=64,
-            full_attention_indices=[0],
-            mrope_full_head_hack=True,
-            trust_remote_code=False,
-        )
-        kind = cli.SpeculatorModel.registry[algorithm]
-        arguments = dict(
-            verifier_name_or_path=target,
-            target_layer_ids=layers,
-            draft_vocab_size=shape.vocab_size,
-            block_size=4,
-            mask_token_id=0,
-            draft_attn_impl="eager",
-            loss_fn="ce",
-            loss_implementation="eager",
-            max_anchors=16,
-            ttt_steps=2,
-            norm_before_residual=True,
-            embed_requires_grad=False,
-            norm_before_fc=False,
-            fc_norm=False,
-            norm_output=False,
-            ttt_step_loss_decay=1.0,
-            use_off_policy_tokens=False,
-        )
-        model = kind.from_training_args(verifier_config=shape, t2d=None, d2t=None, **arguments).float()
-        preprocess = cli.shift_batch if algorithm == "eagle3" else None
-        batch = in_fp32(
-            CollateFn(300, width, len(layers), preprocess=preprocess)([data[i] for i in range(3)])
-        )
-        more = kind.get_trainer_kwargs(**arguments)[0]
-        found["losses"] = steps(model, lambda: model(**batch, **more)[1])
+    target = config.verifier.verifier_name_or_path
+    width = data[0]["verifier_last_hidden_states"].shape[1]
+    shape = cli.create_transformer_layer_config(
+        verifier_name_or_path=target,
+        num_layers=1,
+        draft_arch="llama" if algorithm == "eagle3" else "qwen3",
+        hidden_act="silu",
+        sliding_window=64,
+        full_attention_indices=[0],
+        mrope_full_head_hack=True,
+        trust_remote_code=False,
+    )
+    kind = cli.SpeculatorModel.registry[algorithm]
+    arguments = dict(
+        verifier_name_or_path=target,
+        target_layer_ids=layers,
+        draft_vocab_size=shape.vocab_size,
+        block_size=4,
+        mask_token_id=0,
+        draft_attn_impl="eager",
+        loss_fn="ce",
+        loss_implementation="eager",
+        max_anchors=16,
+        ttt_steps=2,
+        norm_before_residual=True,
+        embed_requires_grad=False,
+        norm_before_fc=False,
+        fc_norm=False,
+        norm_output=False,
+        ttt_step_loss_decay=1.0,
+        use_off_policy_tokens=False,
+    )
+    model = kind.from_training_args(verifier_config=shape, t2d=None, d2t=None, **arguments).float()
+    preprocess = cli.shift_batch if algorithm == "eagle3" else None
+    batch = in_fp32(CollateFn(300, width, len(layers), preprocess=preprocess)([data[i] for i in range(3)]))
+    more = kind.get_trainer_kwargs(**arguments)[0]
+    found["losses"] = steps(model, lambda: model(**batch, **more)[1])
     return found
 
 
-def specforge(algorithm, folder, train):
+def specforge(algorithm, folder):
     from specforge.algorithms.common import dflash_family_data as family
     from specforge.algorithms.eagle3 import data as eagle3
     from specforge.modeling.auto import AutoDraftModel, AutoDraftModelConfig
@@ -108,7 +107,7 @@ def specforge(algorithm, folder, train):
     own = config.eagle_config if algorithm == "eagle3" else config.dflash_config
     layers = own["eagle_aux_hidden_state_layer_ids" if algorithm == "eagle3" else "target_layer_ids"]
     found = {"samples": samples, "files": files, "config": layers}
-    if train:
+    if algorithm != "eagle3":
         from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel, OnlineDSparkModel
         from specforge.modeling.target.target_utils import TargetEmbeddingsAndHead
 
@@ -119,7 +118,13 @@ def specforge(algorithm, folder, train):
         draft = AutoDraftModel.from_config(config, torch_dtype=torch.float32)
         kind = {"dflash": OnlineDFlashModel, "dspark": OnlineDSparkModel}[algorithm]
         model = kind(
-            draft, target.lm_head, target.embed_tokens, 0, block_size=4, attention_backend="sdpa", num_anchors=16
+            draft,
+            target.lm_head,
+            target.embed_tokens,
+            0,
+            block_size=4,
+            attention_backend="sdpa",
+            num_anchors=16,
         )
         for part in (target.lm_head, target.embed_tokens):
             part.requires_grad_(False)
@@ -128,8 +133,7 @@ def specforge(algorithm, folder, train):
     return found
 
 
-def modelopt(algorithm, folder, train):
-    """No training: its drafters call Qwen3RotaryEmbedding(device=...), which this transformers does not take."""
+def modelopt(algorithm, folder):
     from modelopt.torch.speculative.config import DFlashConfig, EagleConfig
     from modelopt.torch.speculative.eagle.utils import EagleOfflineDataCollator, OfflineSupervisedDataset
 
@@ -144,7 +148,8 @@ def modelopt(algorithm, folder, train):
 
 
 if __name__ == "__main__":
-    trainer, algorithm, folder, result = sys.argv[1:5]
-    made = globals()[trainer](algorithm, Path(folder), "--train" in sys.argv)
+    trainer, result, *exports = sys.argv[1:]
+    made = {}
+    for algorithm, _, folder in (export.partition("=") for export in exports):
+        made[algorithm] = globals()[trainer](algorithm, Path(folder))
     torch.save(made, result)
-    print(len(made["samples"]), made["config"], made.get("losses"))

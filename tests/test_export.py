@@ -4,8 +4,10 @@
 
 The trainers' packages go into work/trainers, once. Runs are real ones; what is spoiled is a copy of one.
 """
+import contextlib
 import functools
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -17,6 +19,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -103,9 +106,23 @@ def close(given, true, tolerance=oracle.TOLERANCE["bf16"]):
     return given.shape == true.shape and max(oracle.relative_errors(given.float(), true, parts)) < tolerance
 
 
-def export_py(*args, env=None, **how):
-    args = [str(arg) for arg in args]
-    return subprocess.run([sys.executable, ROOT / "export.py", *args], capture_output=True, text=True, env=env, **how)
+def export_py(*args):
+    """`python export.py ...`, in this process; those with an environment or an end of their own are real ones."""
+    out, err = io.StringIO(), io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = export.main([str(arg) for arg in args])
+    except SystemExit as e:
+        code = e.code
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
+
+
+ALGORITHMS = {"specforge": ("dflash", "dspark", "eagle3"), "speculators": ("dflash", "eagle3"),
+              "modelopt": ("dflash", "eagle3")}
 
 
 @pytest.fixture(scope="session")
@@ -122,13 +139,13 @@ def exported(run, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def loaded(exported, trainers, tmp_path_factory):
-    """loaded(format, algorithm, ...) -> what the trainer's own loader gives: samples, config, losses."""
+    """loaded(format) -> {algorithm: what the trainer's own loader gives: samples, config, losses}"""
     @functools.cache
-    def load(kind, algorithm, *more):
+    def load(kind):
         result = tmp_path_factory.mktemp("loaded") / "result.pt"
-        p = subprocess.run([sys.executable, ROOT / "tests/loaders.py", kind, algorithm, exported(kind, algorithm),
-                            result, *more], capture_output=True, text=True,
-                           env=os.environ | {"PYTHONPATH": str(trainers)})
+        exports = [f"{algorithm}={exported(kind, algorithm)}" for algorithm in ALGORITHMS[kind]]
+        p = subprocess.run([sys.executable, ROOT / "tests/loaders.py", kind, result, *exports], text=True,
+                           capture_output=True, env=os.environ | {"PYTHONPATH": str(trainers)})
         assert p.returncode == 0, p.stderr[-3000:]
         return torch.load(result)
     return load
@@ -329,9 +346,9 @@ def test_head_that_the_checkpoint_lacks_is_a_failure(tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------------- trainers
-@pytest.mark.parametrize("algorithm", ["dflash", "dspark", "eagle3"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS["specforge"])
 def test_specforge_loads(loaded, truth, algorithm):
-    result = loaded("specforge", algorithm, *["--train"] * (algorithm != "eagle3"))
+    result = loaded("specforge")[algorithm]
     assert sorted(map(row_of, result["files"])) == sorted(truth) and result["config"] == [1, 3, 4]
     for file, sample in zip(result["files"], result["samples"]):
         true = truth[row_of(file)]
@@ -347,9 +364,9 @@ def test_specforge_loads(loaded, truth, algorithm):
             assert close(last[0], true.normed), file
 
 
-@pytest.mark.parametrize("algorithm", ["dflash", "eagle3"])
-def test_speculators_loads(loaded, truth, exported, algorithm):
-    result = loaded("speculators", algorithm, "--train")
+@pytest.mark.parametrize("algorithm", ALGORITHMS["speculators"])
+def test_speculators_loads(loaded, truth, algorithm):
+    result = loaded("speculators")[algorithm]
     by_ids = {tuple(true.ids.tolist()): true for true in truth.values()}
     assert len(result["samples"]) == len(truth) == len(by_ids) and result["config"] == [2, 4, 5]
     for sample in result["samples"]:
@@ -359,9 +376,9 @@ def test_speculators_loads(loaded, truth, exported, algorithm):
         assert close(sample["verifier_last_hidden_states"], true.last)
 
 
-@pytest.mark.parametrize("algorithm", ["dflash", "eagle3"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS["modelopt"])
 def test_modelopt_loads(loaded, truth, algorithm):
-    result = loaded("modelopt", algorithm)
+    result = loaded("modelopt")[algorithm]
     assert sorted(map(row_of, result["files"])) == sorted(truth) and result["config"] == [1, 3, 4]
     for file, sample in zip(result["files"], result["samples"]):
         true = truth[row_of(file)]
@@ -374,7 +391,7 @@ def test_modelopt_loads(loaded, truth, algorithm):
     ("specforge", "dflash"), ("specforge", "dspark"), ("speculators", "dflash"), ("speculators", "eagle3")])
 def test_trainer_trains(loaded, kind, algorithm):
     """Its own drafter, tiny, on what its loader gave, with the target's head from the export: the loss falls."""
-    losses = loaded(kind, algorithm, "--train")["losses"]
+    losses = loaded(kind)[algorithm]["losses"]
     assert losses[-1] < 0.95 * losses[0], losses
 
 
@@ -456,7 +473,7 @@ def test_specforge_gets_only_what_it_can_train_on(run, tmp_path):
     assert len(list((tmp_path / "to").glob("*.ckpt"))) == len(HiddenStates(run)) - 1
 
 
-def test_a_growing_output_is_exported_as_it_grows(run, growing, tmp_path, trainers):
+def test_a_growing_output_is_exported_as_it_grows(run, growing, tmp_path):
     """Excluded samples are left out, and the data set numbers what is there without a gap, then the rest."""
     (out, rows, excluded), to = growing, tmp_path / "to"
     for step in ("growing", "complete"):
@@ -468,16 +485,14 @@ def test_a_growing_output_is_exported_as_it_grows(run, growing, tmp_path, traine
         p = export_py("--from", out, "--to", to, "--format", "speculators")
         assert p.returncode == 0 and "'excluded': 1" in p.stdout, p.stdout + p.stderr
         assert ("the same command" in p.stdout) == (step == "growing")
-        code = ("import sys, torch; from speculators.train.data import ArrowDataset\n"
-                "d = ArrowDataset(max_len=300, datapath=sys.argv[1], on_missing='raise')\n"
-                "torch.save([d[i]['input_ids'] for i in range(len(d))], sys.argv[2])")
-        p = subprocess.run([sys.executable, "-c", code, to, tmp_path / "ids.pt"], capture_output=True, text=True,
-                           env=os.environ | {"PYTHONPATH": str(trainers)})
-        assert p.returncode == 0, p.stderr
+        with pa.ipc.open_stream(to / "data-00000-of-00001.arrow") as stream:
+            table = stream.read_all()
+        states = sorted((to / "hidden_states").iterdir(), key=lambda f: int(f.stem[3:]))
+        assert [f.name for f in states] == [f"hs_{i}.safetensors" for i in range(len(rows))]
         data = HiddenStates(run)
         place = {row: i for i, row in enumerate(data.index["row"].to_pylist())}
-        ids = torch.load(tmp_path / "ids.pt")
-        assert [x.tolist() for x in ids] == [data[place[row]]["input_ids"].tolist() for row in rows]
+        for row, ids, file in zip(rows, table["input_ids"].to_pylist(), states, strict=True):
+            assert ids == data[place[row]]["input_ids"].tolist() == load_file(file)["token_ids"].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -492,7 +507,8 @@ def bucket(run, tmp_path_factory):
 
 def test_export_from_s3_equals_the_local_one(bucket, exported, tmp_path):
     to = tmp_path / "to"
-    p = export_py("--from", "s3://b/run/", "--to", to, "--format", "speculators", env=bucket)
+    p = subprocess.run([sys.executable, ROOT / "export.py", "--from", "s3://b/run/", "--to", to, "--format",
+                        "speculators"], env=bucket, capture_output=True, text=True)
     assert p.returncode == 0, p.stderr
     assert files(to) == files(exported("speculators", "dflash"))
     assert not list(to.rglob("*.tmp"))  # batches that were fetched are gone
@@ -536,7 +552,7 @@ def test_make_export(run, tmp_path):
 
 
 def test_the_example_of_training_learns(run):
-    p = subprocess.run([sys.executable, ROOT / "tests/train_demo.py", "--out", run, "--steps", "40"],
+    p = subprocess.run([sys.executable, ROOT / "tests/train_demo.py", "--out", run, "--steps", "20"],
                        capture_output=True, text=True)
     assert p.returncode == 0, p.stdout + p.stderr
     last = json.loads(p.stdout.splitlines()[-1])

@@ -107,8 +107,16 @@ def main():
                 print(f"step {step:4}  loss {mean:.3f}  held-out loss {evaluate(head, rest):.3f}", flush=True)
                 recent = []
     after = evaluate(head, rest)
-    print(json.dumps({"loss_before": round(before, 4), "loss_after": round(after, 4), "steps": a.steps,
-                      "seconds": round(time.time() - began, 1)}))
+    print(
+        json.dumps(
+            {
+                "loss_before": round(before, 4),
+                "loss_after": round(after, 4),
+                "steps": a.steps,
+                "seconds": round(time.time() - began, 1),
+            }
+        )
+    )
     return 0 if after < before else 1
 
 
