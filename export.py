@@ -287,9 +287,9 @@ class Samples:
     def __init__(self, out):
         import pyarrow as pa
         import pyarrow.parquet as pq
-        output = open_output(str(out))
-        if isinstance(output, S3):
+        if str(out).startswith("s3://"):
             raise OutputError(f"{out} is not local: fetch it, say with aws s3 sync, or use python export.py")
+        output = open_output(str(out))
         self.root, self.manifest = output.root, output.read_json("manifest.json")
         if not (self.manifest and (self.root / "index.parquet").is_file()):
             raise OutputError(f"{out} has no manifest.json and index.parquet: it is no output of extract.py")
@@ -559,7 +559,12 @@ def export(a, abort):
     """`python export.py`, as far as OUT is there. Raises Refused or OutputError."""
     import torch
     from tqdm import tqdm
-    x = Export(open_output(a.source, abort=abort), a.to, a.format, a.algorithm)
+
+    from warmup import Refused
+    try:
+        x = Export(open_output(a.source, abort=abort), a.to, a.format, a.algorithm)
+    except OutputError as e:
+        raise Refused(f"--from {a.source} cannot be used: {e}") from None
     torch.set_num_threads(max(1, os.cpu_count() // a.jobs))
     opened, writing, todo = deque(), deque(), deque(x.todo)
     total = sum(len(x.index[batch]) for batch in todo)
