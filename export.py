@@ -39,7 +39,6 @@ from monitor import say
 
 KEY = "batches/batch_{:06d}.safetensors"
 NOTE = "excluded/batch_{:06d}.json"  # {row: why}, where samples of a batch were excluded after planning
-LISTED = "batches/", "excluded/", "head."  # how the keys begin that a listing is asked for
 PASSED = Counter()  # fault points
 
 
@@ -115,7 +114,7 @@ def compare(output, planned, done):
     Prints the difference. Returns {batch that is whole there without a marker: its exclusions} and the set of
     batches that are not whole there. Raises OutputError.
     """
-    there, found, missing = output.sizes(), {}, set()
+    there, found, missing = output.sizes("batches/", "excluded/"), {}, set()
     for batch, size in planned.items():
         key, note, has = KEY.format(batch), NOTE.format(batch), there.get(KEY.format(batch))
         if has == size:
@@ -191,9 +190,9 @@ class Local:
         except OSError as e:
             raise OutputError(f"{e.filename or self.root / key}: {e.strerror}") from None
 
-    def sizes(self):
-        """{key: bytes} of the batches that are there, of the notes on them, and of the head."""
-        files = (file for start in LISTED for file in self.root.glob(f"{start}*"))
+    def sizes(self, *starts):
+        """{key: bytes} of what is there under keys that begin so, by a listing each."""
+        files = (file for start in starts for file in self.root.glob(f"{start}*"))
         return {str(file.relative_to(self.root)): file.stat().st_size for file in files}
 
     def clean(self, keys):
@@ -282,9 +281,9 @@ class S3(Local):
         if there != str(size):  # exit code 0 alone proves nothing
             raise OutputError(f"{url} has {there} bytes after its upload, {size} were planned")
 
-    def sizes(self):
+    def sizes(self, *starts):
         found = {}
-        for start in LISTED:
+        for start in starts:
             listed = self.api("list-objects-v2", "--prefix", self.prefix + start, "--query",
                               "Contents[].[Key, Size]", "--output", "json", deadline=600.0)
             pairs = json.loads(listed or b"null") or []
@@ -370,7 +369,7 @@ class Samples:
         self.root, self.manifest = output.root, output.read_json("manifest.json")
         if not (self.manifest and (self.root / "index.parquet").is_file()):
             raise OutputError(f"{out} has no manifest.json and index.parquet: it is no output of extract.py")
-        index, there, kept = pq.read_table(self.root / "index.parquet"), batches(output.sizes()), []
+        index, there, kept = pq.read_table(self.root / "index.parquet"), batches(output.sizes("batches/")), []
         places = zip(*(index[name].to_pylist() for name in ("batch", "start", "length", "row")))
         for i, (batch, start, length, row) in enumerate(places):
             if batch in there and str(row) not in self.manifest["excluded"] and (
@@ -477,7 +476,7 @@ class Export:
         self.manifest = manifest = output.read_json("manifest.json")
         if not manifest:
             raise Refused(f"--from {output}: there is no manifest.json. Give the OUT of a run")
-        self.keys, self.done = output.sizes(), self.to / ".export/done"
+        self.keys, self.done = output.sizes("batches/", "head."), self.to / ".export/done"
         if lack := lacks(kind, algorithm, manifest, self.keys):
             raise Refused(f"{kind} {algorithm} needs {lack}")
         for folder in (self.done, self.to / "hidden_states" if kind == "speculators" else self.to):

@@ -48,7 +48,7 @@ FOLLOW_LINE_S = 10  # between the summary lines of --follow where the output is 
 MAX_SHARDS = 4096
 RECORD_S, MAX_POINTS = 5, 2000  # metrics.jsonl: a point so often, so many kept
 WINDOW_S = 600       # the time over which a bottleneck is named
-ASSUMED_RATE = 12_180  # tokens/s of Qwen3.6-27B, layers up to 61, on one H200 (tests/BENCH.md)
+ASSUMED_RATE = 12_400  # tokens/s of Qwen3.6-27B, layers up to 61, on one H200 (tests/BENCH.md)
 LIVE, BROKEN = ("starting", "running", "stale", "unreadable"), ("failed", "refused", "gone")
 ILL = {"failed": "failed", "refused": "was refused", "gone": "is gone", "stale": "is silent",
        "unreadable": "cannot be read"}

@@ -1077,11 +1077,11 @@ def test_names_can_be_written_as_utf_8(tokenized):
 
 # ---- a template that writes the date
 
-def test_a_template_that_writes_today_s_date_is_warned_of(place, tmp_path, capsys):
+def test_a_template_that_writes_today_s_date_is_warned_of(place, tmp_path, capfd):
     from warmup import determined_by
     folder = shutil.copytree(place.model, tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{{ strftime_now('%d') if not date_string }}" + PLAIN[0])
     determined_by(Options(), folder, "", [1], False)
-    assert "--template-args '{\"date_string\": \"" in capsys.readouterr().out
+    assert "--template-args '{\"date_string\": \"" in capfd.readouterr().out
     determined_by(Options(template_args='{"date_string": "26 Jul 2024"}'), folder, "", [1], False)
-    assert not capsys.readouterr().out
+    assert not capfd.readouterr().out

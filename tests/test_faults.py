@@ -307,7 +307,7 @@ class Trouble:
         until(noticed)
         run.status = subprocess.run([sys.executable, ROOT / "monitor.py", "--work", run.work, "--num-shards", "1"],
                                     capture_output=True, text=True).stdout
-        run.status_json = monitor.snapshot(run.work, str(run.stage), 1)
+        run.status_json = monitor.read_run(run.work, str(run.stage), 1)
         filler.unlink()
         run.code = process.wait(400)
         return run
@@ -564,7 +564,7 @@ def test_a_listing_of_14_000_objects_is_whole(s3, monkeypatch):
         (folder / f"batch_{batch:06d}.safetensors").write_bytes(b"x" * (batch % 5))
     for name, value in s3.env.items():
         monkeypatch.setenv(name, value)
-    found = open_output("s3://bucket/many").sizes()
+    found = open_output("s3://bucket/many").sizes("batches/")
     assert found == {f"batches/batch_{batch:06d}.safetensors": batch % 5 for batch in range(14_000)}
 
 

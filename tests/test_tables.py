@@ -241,11 +241,11 @@ def test_a_saved_dataset_with_indices_is_refused(planned, tmp_path):
         planned(folder)
 
 
-def test_files_of_a_directory_that_are_not_read_are_named(planned, tmp_path, capsys):
+def test_files_of_a_directory_that_are_not_read_are_named(planned, tmp_path, capfd):
     (tmp_path / "data").mkdir()
     lines(tmp_path / "data/a.jsonl", READY)
     planned(tmp_path / "data")
-    assert "files are read" not in capsys.readouterr().out
+    assert "files are read" not in capfd.readouterr().out
     (tmp_path / "data/b.jsonl.gz").write_bytes(b"x")
     planned(tmp_path / "data")
-    assert "1 files are read, 1 are not: b.jsonl.gz" in capsys.readouterr().out
+    assert "1 files are read, 1 are not: b.jsonl.gz" in capfd.readouterr().out
