@@ -494,7 +494,7 @@ def tune(decoder, tokens):
     """FLA tunes each kernel on the first size that it meets and keeps the result: that must be the run's."""
     for module in decoder.modules():
         if hasattr(module, "num_v_heads") and hasattr(module, "head_k_dim") and (fast := fast_kernels()):
-            like = {"device": module.A_log.device, "dtype": torch.bfloat16}
+            like = {"device": next(module.parameters()).device, "dtype": torch.bfloat16}
             q, k = torch.randn(2, 1, tokens, module.num_k_heads, module.head_k_dim, **like)
             v = torch.randn(1, tokens, module.num_v_heads, module.head_v_dim, **like)
             g, beta = -torch.rand(2, 1, tokens, module.num_v_heads, **like).abs()
