@@ -69,7 +69,7 @@ help:  ## this text
 	awk '/^# ---- / { print "\n" toupper(substr($$0, 8, 1)) substr($$0, 9) }
 	     match($$0, /^[a-z-]+:.*## /) { printf "  %-10s %s\n", substr($$0, 1, index($$0, ":") - 1), substr($$0, RLENGTH + 1) }' Makefile
 	echo; echo 'Knobs, with their values now (yours go into local.mk)'
-	$(foreach k,$(KNOBS),$(if $(filter -,$k),echo;,printf '  %-12s %-26s %s\n' '$k' '$($k)' \
+	$(foreach k,$(KNOBS),$(if $(filter -,$k),echo;,printf '  %-12s %-26s %s\n' '$k' '$(subst ','\'',$($k))' \
 	  "$$(sed -n 's/^# $k: //p' Makefile)";))
 
 .venv/.installed: requirements.txt
@@ -155,7 +155,7 @@ logs:  ## follow the log of shard SHARD
 
 snapshot: $(VENV)  ## keep how it looks now (scripts, versions, knobs, logs' ends, curves) before the next change
 	@$(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)' --snapshot \
-	  "$$($(foreach k,$(filter-out -,$(KNOBS)),echo '$k = $($k)';))"
+	  "$$($(foreach k,$(filter-out -,$(KNOBS)),echo '$k = $(subst ','\'',$($k))';))"
 
 # ---- end it, go on, check it
 stop:  ## end the shards with TERM and wait for them: they finish their batch and can go on later

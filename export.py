@@ -125,8 +125,6 @@ def compare(output, planned, done):
         if has is not None or batch in done:
             say(f"{key} {'is not there' if has is None else f'has {has:,} bytes'}, {size:,} were planned"
                 + ": its marker goes" * (batch in done))
-        if note in there:  # of an object that is no more
-            output.write(note, "{}")
     say(f"{output}: {len(planned) - len(missing):,} of {len(planned):,} batches are whole; {len(found):,} "
         f"markers added, {len(missing & done.keys()):,} dropped")
     return found, missing
@@ -141,14 +139,15 @@ def open_output(out, config=None, abort=None, mbps=0.0):
     """
     if re.match(r"[A-Za-z][\w+.-]*:/", out) and not re.match("s3://[^/]", out):
         raise OutputError("it is neither s3://bucket/prefix nor a local directory")
-    return S3(out, config, abort or threading.Event(), mbps) if out.startswith("s3://") else Local(out)
+    abort = abort or threading.Event()
+    return S3(out, config, abort, mbps) if out.startswith("s3://") else Local(out, abort)
 
 
 class Local:
     """OUT as a local directory; every file appears whole, by rename."""
 
-    def __init__(self, out):
-        self.root = Path(out).expanduser().resolve()
+    def __init__(self, out, abort):
+        self.root, self.abort = Path(out).expanduser().resolve(), abort
 
     def __str__(self):
         return str(self.root)
@@ -177,8 +176,13 @@ class Local:
             tmp = self.root / f"{key}.{os.getpid()}.tmp"
             tmp.parent.mkdir(parents=True, exist_ok=True)
             try:
+                end = time.monotonic() + deadline
                 with open(path, "rb") as source, open(tmp, "wb") as f:
-                    shutil.copyfileobj(source, f, 1 << 24)
+                    while part := source.read(1 << 24):
+                        f.write(part)
+                        if self.abort.is_set() or time.monotonic() > end:
+                            raise OutputError(f"{self.root / key}: " + (
+                                "stopped" if self.abort.is_set() else f"not written within {deadline:.0f} s"))
                     f.flush()
                     os.fsync(f.fileno())
                 fault("uploading")
@@ -192,13 +196,13 @@ class Local:
 
     def sizes(self, *starts):
         """{key: bytes} of what is there under keys that begin so, by a listing each."""
-        files = (file for start in starts for file in self.root.glob(f"{start}*"))
+        files = (file for start in starts for file in self.root.glob(f"{start}*") if file.suffix != ".tmp")
         return {str(file.relative_to(self.root)): file.stat().st_size for file in files}
 
     def clean(self, keys):
         """Takes back what killed uploads of these keys left behind."""
-        for tmp in (self.root / "batches").glob("*.safetensors.*.tmp"):
-            if f"batches/{tmp.name.partition('.safetensors')[0]}.safetensors" in keys:
+        for tmp in self.root.glob("*/batch_*.*.tmp"):
+            if f"batches/{tmp.name.partition('.')[0]}.safetensors" in keys:
                 tmp.unlink(missing_ok=True)
 
 
@@ -299,7 +303,8 @@ class S3(Local):
                 if key.removeprefix(self.prefix) in keys:
                     self.api("abort-multipart-upload", "--key", key, "--upload-id", identity)
         except OutputError as e:
-            say(f"did not look for multipart uploads left open: {e}")
+            if "NoSuchUpload" not in str(e):  # rclone's way to say that there are none
+                say(f"did not look for multipart uploads left open: {e}")
 
 
 # -------------------------------------------------------------------------------------------------- samples
@@ -486,13 +491,16 @@ class Export:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Refused(f"--to {to}: another export is writing there") from None
+        if (self.to / "manifest.json").exists():
+            raise Refused(f"--to {to} holds an output of extract.py: give another directory")
         own = self.done.parent / "export.json"
         what = {"format": kind, "algorithm": algorithm, "fingerprint": manifest["fingerprint"]}
         if own.exists() and (was := json.loads(own.read_text())) != what:
             raise Refused(f"--to {to} holds another export, {was}: give another directory")
-        write_json(own, what)
-        for tmp in self.to.rglob("*.tmp"):  # of an export that was killed
+        for tmp in (*self.to.glob("row_*.tmp"), *self.to.glob("hidden_states/hs_*.tmp"),
+                    *self.done.glob("*.tmp")) if own.exists() else ():  # of an export that was killed
             tmp.unlink()
+        write_json(own, what)
         self.index, self.there = self.read_index(), batches(self.keys)
         self.todo = sorted(self.there - {int(f.stem) for f in self.done.glob("*.parquet")})
         used = set(self.marks("number")) if len(self.todo) < len(self.there) else ()

@@ -36,7 +36,7 @@ from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -428,6 +428,8 @@ def make_plan(o, path, vocab_size, files, directory, known):
     """RESUME CONTRACT: plan.json comes last; without it the plan is made again from nothing."""
     (directory / "plan.json").unlink(missing_ok=True)
     samples, names, counts = tokenize(o, path, vocab_size, files, directory)
+    if [[f.name, *stamp(f)] for f in files] != known["inputs"]:
+        raise Refused(f"--data {o.data} changed while it was read: start again when it is whole")
     if not len(samples):
         raise Refused(f"--data {o.data}: no sample is left, {counts['skipped']} were skipped "
                       f"{counts['skipped_by_reason']}; {directory / 'skipped.jsonl'} has a line for each")
@@ -455,7 +457,7 @@ def get_plan(o, work, path, output):
     data, directory, config = Path(o.data), work / "plan", warmup.text_config(path, o.compute_dtype)
     if (slow := warmup.slow_kernels(config)) and not o.allow_slow:
         raise Refused(slow)
-    files = warmup.data_files(data)
+    files = warmup.data_files(data, (work, o.out, o.stage))
     layers, final = warmup.layer_ids(o.layers, config.num_hidden_layers), o.final or o.layers == "eagle3"
     inputs = [[f.name, *stamp(f)] for f in files]
     in_use = open(directory / ".in_use", "a")  # shared by every running shard: its plan is mapped into memory
@@ -701,11 +703,10 @@ def write_batch(o, plan, stage, uploads, progress, stop, batch, slot, too_large)
     if why:  # beside the file, so that a start that finds it staged knows them, too
         write_atomic(path.with_suffix(".json"), compact({int(rows["row"][i]): why[i] for i in why}))
     with f:  # RESUME CONTRACT: .tmp, then rename; nothing touches a file that has its final name
-        for part in (header, *(raw(arrays[name]) for name in names)):
-            for i in range(0, len(part), 1 << 24):
-                f.write(part[i:i + (1 << 24)])
+        f.writelines((header, *(raw(arrays[name]) for name in names)))
         if f.tell() != total:
             raise Failed(f"batch {batch}: {f.tell():,} bytes, {total:,} were planned")
+        os.fsync(f.flush() or f.fileno())  # where STAGE is a disk: its room outlives a power cut, as bytes must
     fault("written")
     os.replace(path.with_suffix(".tmp"), path)
     progress.wrote()
@@ -742,7 +743,7 @@ class Uploads:
         o, before, excluded = self.o, stamp(path), read_json(path.with_suffix(".json")) or {}
         slowest = min(o.upload_min_mbps, o.upload_mbps / o.uploads / 3 or 1e9)
         def transfer():
-            if excluded:  # before the object, so that no whole object lacks it
+            if excluded or NOTE.format(batch) in self.noted:  # before the object: no whole object lacks it
                 self.output.write(NOTE.format(batch), compact(excluded))
             self.output.put(path, KEY.format(batch), size, 60 + size / 1e6 / slowest)
             if stamp(path) != before:
@@ -763,11 +764,15 @@ class Uploads:
         for file in (path, path.with_suffix(".json")):
             file.unlink(missing_ok=True)
 
+    @cached_property
+    def noted(self):  # notes of earlier starts, which may say what is no longer so
+        return self.output.sizes("excluded/")
+
     def drain(self, stop):
         """Waits for the uploads; once `stop` is set 8 s at most, and what is left stays in staging."""
         end = None
-        while self.pending and not self.fatal and not (end and time.time() > end):
-            end = end or (time.time() + 8 if stop.is_set() else None)
+        while self.pending and not self.fatal and not (end and time.monotonic() > end):
+            end = end or (time.monotonic() + 8 if stop.is_set() else None)
             time.sleep(0.1)
         if self.pending:
             self.abort.set()

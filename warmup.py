@@ -70,7 +70,7 @@ def parse_options(argv, cls, doc):
     for f in fields(cls):
         more = {"type": f.type, "choices": f.metadata["choices"]}
         more = {"action": "store_true"} if f.type is bool else more
-        shown = f" (default: {f.default})" if f.default not in ("", False) else ""
+        shown = "" if f.default == "" or f.default is False else f" (default: {f.default})"
         parser.add_argument(flag(f.name), default=f.default, help=f.metadata["help"] + shown, **more)
     return cls(**vars(parser.parse_args(argv)))
 
@@ -191,7 +191,8 @@ def save_head(path, work, output, fingerprint):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # another shard is at it
             return
-        if (read_json(done) or {}).get("out") == str(output):
+        there = output.sizes("head.").get("head.safetensors")
+        if read_json(done) == {"out": str(output), "bytes": there, "fingerprint": fingerprint}:
             return
         model, where = skeleton(path), {}
         for file in sorted(path.glob("*.safetensors")):
@@ -220,7 +221,7 @@ def save_head(path, work, output, fingerprint):
             output.put(tmp, "head.safetensors", size, 60 + size / 5e6)
         finally:
             tmp.unlink(missing_ok=True)
-        write_atomic(done, compact({"out": str(output), "bytes": size}))
+        write_atomic(done, compact({"out": str(output), "bytes": size, "fingerprint": fingerprint}))
         say(f"head.safetensors is in {output}: embedding, final norm and lm_head, {size / 1e9:.2f} GB")
 
 
@@ -240,8 +241,8 @@ def layer_ids(rule, depth):
     elif n or rule == "eagle3":
         ids = [1, depth // 2 - 1, depth - 4] if not n else [depth // 2] if n == 1 else [
             round(1 + i * (depth - 4) / (n - 1)) for i in range(n)]
-    if not ids or not all(type(i) is int and 0 <= i < depth for i in ids):
-        raise Refused(f"--layers {rule} gives {ids or 'no ids'}: the model has layers 0 to {depth - 1}. Give "
+    if not ids or n > depth or not all(type(i) is int and 0 <= i < depth for i in ids):
+        raise Refused(f"--layers {rule} gives {ids[:9] or 'no ids'}: the model has layers 0 to {depth - 1}. Give "
                       "ids as 1,16,31, a rule (dflash:5, eagle3), or a drafter config with target_layer_ids")
     return ids
 
@@ -275,19 +276,22 @@ def determined_by(o, path, data, layers, final):
 
 
 # --------------------------------------------------------------------------------------------------- the data
-def data_files(data):
-    """--data -> its files in order, all of one kind. Raises Refused."""
+def data_files(data, but=()):
+    """--data -> its files in order, all of one kind; not those below the directories `but`. Raises Refused."""
+    but = [place for place in (Path(name).resolve() for name in but) if data.resolve() in place.parents]
     splits, state = (read_json(data / name) or {} for name in ("dataset_dict.json", "state.json"))
     if splits.get("splits"):
         which = " or ".join(f"{data}/{name}" for name in splits["splits"])
         raise Refused(f"--data {data} holds splits: give {which}")
     files = [data / part["filename"] for part in state.get("_data_files", ())]  # saved by `datasets`
-    below = [] if files else [data] if data.is_file() else [f for f in sorted(data.rglob("*")) if f.is_file()]
+    below = [] if files else [data] if data.is_file() else [
+        f for f in sorted(data.rglob("*")) if f.is_file() and not {*but} & {*f.resolve().parents}]
     files += [f for f in below if f == data or f.suffix in (".jsonl", ".parquet")]
     kinds = sorted({f.suffix for f in files})
     if (not all(f.is_file() for f in files) or not sum(map(size_of, files)) or len(kinds) > 1
             or state.get("_indices_data_files")):  # in which old versions kept another order of the rows
-        raise Refused(f"--data {data} holds {kinds or 'nothing'}: give JSONL, Parquet, a directory of one of "
+        holds = "only empty files" if files and not any(map(size_of, files)) else kinds or "nothing"
+        raise Refused(f"--data {data} holds {holds}: give JSONL, Parquet, a directory of one of "
                       "them, or what `datasets` saved, all of it and without indices")
     if others := sorted({*below} - {*files}):
         names = ", ".join(f.name for f in others[:5])

@@ -248,6 +248,7 @@ def check(out, model, samples=None, seed=0, dtype="fp32", tolerance=None, data=N
         tokenizer = AutoTokenizer.from_pretrained(path) if data else None
 
     excluded = {int(e["row"] if isinstance(e, dict) else e) for e in manifest.get("excluded", [])}
+    partial = partial or not manifest.get("complete", True)  # a run that goes on
     sound, problems = check_files(out, manifest, rows, excluded, partial)
     drawn = [row for row in sound if row["row"] not in excluded]
     if samples is not None and samples < len(drawn):
