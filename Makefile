@@ -115,6 +115,7 @@ extract: $(VENV)  ## run GPUS shards in the background and follow them; Ctrl-C l
 	  echo "GPUS=$(GPUS), but only $${#devices[@]} to see ($${devices[*]}): use GPUS=$${#devices[@]}"; exit 2
 	fi
 	CUDA_VISIBLE_DEVICES= $(PY) extract.py $(FLAGS) $(ARGS) --plan-only
+	echo 'warming up, minutes on a GPU for the first time: tail -f $(WORK)/logs/warmup.log'
 	CUDA_VISIBLE_DEVICES="$${devices[0]-}" $(PY) warmup.py $(SHAPE) $(ARGS) --if-needed >'$(WORK)'/logs/warmup.log 2>&1 || {
 	  tail -n 20 '$(WORK)'/logs/warmup.log
 	  echo 'warm-up failed, no shard was started; all of it: $(WORK)/logs/warmup.log'; exit 2

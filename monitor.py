@@ -389,14 +389,25 @@ def read_gpus():
             for i in range(count) if (gpu := ask("HandleByIndex", i))]
 
 
+def cpu_percent(seconds=0.1):
+    """(user, system) of all cores; psutil's own cpu_times_percent is too low over less than a second of CPU."""
+    before = psutil.cpu_times()
+    time.sleep(seconds)
+    spent = {name: b - a for name, a, b in zip(before._fields, before, psutil.cpu_times())
+             if not name.startswith("guest")}  # which user holds
+    total = max(1e-9, sum(spent.values()))
+    user = spent["user"] + spent.get("nice", 0)  # uploads are nice
+    return round(100 * user / total, 1), round(100 * spent["system"] / total, 1)
+
+
 def read_box(stage):
     folder = os.path.abspath(stage)
     while not os.path.exists(folder):  # the first shard makes it
         folder = os.path.dirname(folder)
-    cpu, memory = psutil.cpu_times_percent(interval=0.1), psutil.virtual_memory()
+    (user, system), memory = cpu_percent(), psutil.virtual_memory()
     used, left = room(folder)
-    return {"gpus": read_gpus(), "cpu_count": psutil.cpu_count(), "cpu_user_percent": round(cpu.user + cpu.nice, 1),  # uploads are nice
-            "cpu_system_percent": cpu.system, "memory_used": memory.total - memory.available,
+    return {"gpus": read_gpus(), "cpu_count": psutil.cpu_count(), "cpu_user_percent": user,
+            "cpu_system_percent": system, "memory_used": memory.total - memory.available,
             "memory_total": memory.total, "stage": stage, "stage_used": used, "stage_total": used + left,
             "stage_percent": round(100 * used / max(1, used + left), 1)}
 
@@ -950,8 +961,11 @@ def web(args):
     app.timer(2, lambda: run.io_bound(refresh))
     app.add_middleware(Guard, token=args.token, cookie=f"token_{args.port}")
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a browser that goes away
-    ui.run(host=args.host, port=args.port, title="Hidden states", favicon="📈", dark=None, show=False,
-           reload=False, show_welcome_message=False)
+    try:
+        ui.run(host=args.host, port=args.port, title="Hidden states", favicon="📈", dark=None, show=False,
+               reload=False, show_welcome_message=False)
+    except KeyboardInterrupt:  # the server has ended in order, and passes it on
+        pass
     return 0
 
 

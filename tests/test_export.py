@@ -559,3 +559,18 @@ def test_the_example_of_training_learns(run):
     assert p.returncode == 0, p.stdout + p.stderr
     last = json.loads(p.stdout.splitlines()[-1])
     assert last["loss_after"] < 0.9 * last["loss_before"], p.stdout
+
+
+def test_files_of_somebody_else_in_the_directory_stay(run, tmp_path):
+    kept = tmp_path / "to/thesis/notes.tmp"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("mine")
+    for _ in range(2):
+        p = export_py("--from", run, "--to", tmp_path / "to", "--format", "specforge")
+        assert p.returncode == 0, p.stderr
+    assert kept.read_text() == "mine"
+
+
+def test_an_output_of_extract_is_no_place_for_an_export(run):
+    p = export_py("--from", run, "--to", run, "--format", "specforge")
+    assert p.returncode == 2 and "output of extract.py" in p.stderr

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 import monitor
 import tiny
-from export import NOTE, open_output
+from export import NOTE, OutputError, open_output
 from link import Link
 from s3 import S3Server
 from shards import Shards
@@ -719,13 +719,6 @@ def test_a_marker_made_from_out_knows_what_was_passed_over(passed_over):
     assert json.loads((passed_over.out / "manifest.json").read_text())["excluded"] == {"2": "bad numbers"}
 
 
-def test_a_note_on_an_object_that_is_gone_is_taken_back(new, passed_over, poisoned):
-    run = copy(new(poisoned["nan"][1]), passed_over.out)
-    run.model = poisoned["nan"][0]
-    (run.out / "batches/batch_000000.safetensors").unlink()
-    assert run.run("--reconcile") == 0 and (run.out / NOTE.format(0)).read_text() == "{}"
-
-
 # ---- nothing of the data is a name or a command
 
 def test_names_and_texts_of_the_data_are_never_run(new, place, tmp_path):
@@ -740,3 +733,43 @@ def test_names_and_texts_of_the_data_are_never_run(new, place, tmp_path):
     assert not [f for f in [*run.folder.rglob("*"), *tmp_path.rglob("*"), ROOT / "pwned"]
                 if f.name == "pwned" and f.exists()]
     assert {f.name for f in (run.out / "batches").iterdir()} == {"batch_000000.safetensors"}
+
+
+# ---- notes of what was excluded are of the attempt that uploaded the batch
+
+def test_a_note_of_an_earlier_attempt_is_not_believed_after_another(new, place, tmp_path):
+    run = new(place.few)
+    note = run.out / NOTE.format(0)
+    note.parent.mkdir(parents=True)
+    note.write_text('{"0":"too large for GPU memory"}')  # and killed before its object
+    assert run.run() == 0, run.log()
+    assert json.loads(note.read_text()) == {}
+    assert run.run("--resume-from-output", work=tmp_path / "elsewhere") == 0, run.log()
+    assert json.loads((run.out / "manifest.json").read_text())["excluded"] == {}
+
+
+def test_a_listing_leaves_the_note_of_an_upload_under_way(new, place, tmp_path):
+    run = new(place.few)
+    assert run.run() == 0, run.log()
+    note, batch = run.out / NOTE.format(1), run.out / "batches/batch_000001.safetensors"
+    note.parent.mkdir(exist_ok=True)
+    note.write_text('{"5":"bad numbers"}')
+    batch.unlink()
+    assert run.run("--reconcile") == 0, run.log()
+    assert json.loads(note.read_text()) == {"5": "bad numbers"}
+
+
+def test_a_temporary_file_that_goes_during_a_listing_is_passed_over(tmp_path):
+    (tmp_path / "batches").mkdir()
+    for name in ("batch_000000.safetensors", "batch_000001.safetensors.77.tmp"):
+        (tmp_path / "batches" / name).write_bytes(b"1234")
+    assert open_output(str(tmp_path)).sizes("batches/") == {"batches/batch_000000.safetensors": 4}
+
+
+def test_a_stop_ends_a_copy_into_a_slow_directory(tmp_path):
+    abort = threading.Event()
+    abort.set()
+    (tmp_path / "file").write_bytes(b"1" * 100)
+    with pytest.raises(OutputError, match="stopped"):
+        open_output(str(tmp_path / "out"), abort=abort).put(tmp_path / "file", "batches/x", 100, 60)
+    assert not list((tmp_path / "out/batches").iterdir())
