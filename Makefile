@@ -281,6 +281,9 @@ test: $(VENV)  ## the project's tests
 drill: $(VENV)  ## minutes of SIGKILLs over a run into a real S3 server, then proof that nothing was lost
 	@$(PY) tests/drill.py $(ARGS)
 
+simulate: $(VENV)  ## minutes: a run of 914,000 samples without a GPU, its plan, brake, listings and status
+	@$(PY) tests/simulate.py $(ARGS)
+
 bench: $(VENV)  ## stages, writing and planning of a tiny model on this CPU
 	@$(PY) tests/bench.py $(ARGS)
 
