@@ -348,7 +348,7 @@ def slurm_jobs(work, _):
     made, jobs = read_json(work / "slurm.json"), {}
     if made:
         command = ["squeue", "-hrj", f"{made.get('plan')},{made.get('array')}", "-o%i|%T|%r|%N|%S"]
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):
             said = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.splitlines()
             for name, state, reason, node, at in (line.split("|") for line in said):
                 since = datetime.datetime.fromisoformat(at).timestamp() if at != "N/A" else 0

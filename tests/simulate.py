@@ -35,6 +35,7 @@ import export
 import extract
 import monitor
 import tiny
+import warmup
 from s3 import S3Server
 
 REAL_BYTES = 5 * 5120 * 2  # of a token: five layers of the 27B in bf16
@@ -111,7 +112,7 @@ def shard(flags, log, together, rate, bandwidth, room):
     extract.open_output = lambda out, *_: Store(out, bandwidth)
 
     def of_staging(path):
-        used = sum(f.stat().st_size for f in Path(path).glob("*/batch_*") if f.exists())
+        used = sum(map(warmup.size_of, Path(path).glob("*/batch_*")))
         return used, room - used
     extract.monitor.room = of_staging
     sys.exit(extract.main(flags))
@@ -160,14 +161,11 @@ def extraction(flags, folder, a, scale, plan):
         process.start()
     most, first = 0, None
     while any(p.is_alive() for p in processes):
-        used = 0
-        for f in stage.glob("*/batch_*"):
-            try:
-                used += f.stat().st_size
-            except OSError:
-                pass  # it was just uploaded
+        used = sum(map(warmup.size_of, stage.glob("*/batch_*")))
         most = max(most, used)
         first = first or (time.monotonic() if used else None)
+        if any(p.exitcode for p in processes):  # the others would run for nothing
+            [p.terminate() for p in processes]
         time.sleep(0.02)
     seconds, codes = time.monotonic() - (first or began), [p.exitcode for p in processes]
     if any(codes):
