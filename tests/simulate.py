@@ -5,8 +5,8 @@
 Real: the data (pre-tokenized rows, lengths log-normal around 450 tokens), the plan, batch numbers and counts, staging,
 brake, upload queue, markers, progress, status, listings through a real S3 server. Scaled: a token's states have 16
 bytes instead of 51,200, so staging and bandwidths shrink by as much as files do, and time runs --speedup times as
-fast. Fake: the forward waits as long as a GPU would take, and the object store takes each file at its share of the
-bandwidth and keeps its size, not its bytes. The last line is one JSON object; hours and GB in the table are those of
+fast. Fake: the forward waits as long as a GPU would take, and the object store takes files at its
+bandwidth and keeps their sizes, not their bytes. The last line is one JSON object; hours and GB in the table are those of
 the real run.
 """
 import argparse
@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,18 +69,20 @@ def make_model(path):
 # ---- a shard whose GPU and object store are clocks
 
 class Store(export.Local):
-    """An object store that takes `bandwidth` bytes per second from this shard, and keeps sizes alone."""
+    """An object store that takes `bandwidth` bytes per second from all shards together, and keeps sizes alone.
 
-    def __init__(self, out, bandwidth):
+    busy_until: a number that the shards share."""
+
+    def __init__(self, out, bandwidth, busy_until):
         super().__init__(out)
-        self.bandwidth, self.free_at, self.lock = bandwidth, 0, threading.Lock()
+        self.bandwidth, self.busy_until = bandwidth, busy_until
 
     def put(self, path, key, size, deadline):
         if not key.startswith("batches/"):
             return super().put(path, key, size, deadline)
-        with self.lock:
-            self.free_at = max(self.free_at, time.monotonic()) + size / self.bandwidth
-        time.sleep(max(0, self.free_at - time.monotonic()))
+        with self.busy_until.get_lock():
+            self.busy_until.value = until = max(self.busy_until.value, time.monotonic()) + size / self.bandwidth
+        time.sleep(max(0, until - time.monotonic()))
         (self.root / key).parent.mkdir(parents=True, exist_ok=True)
         with open(self.root / f"{key}.tmp", "wb") as f:
             f.truncate(size)
@@ -103,13 +104,25 @@ class Clock:
         return []
 
 
-def shard(flags, log, together, rate, bandwidth, room):
+class Sooner:
+    """An event for which a shard waits as much less as time runs faster."""
+
+    def __init__(self, event, speedup):
+        self.event, self.speedup, self.is_set = event, speedup, event.is_set
+
+    def wait(self, seconds):
+        return self.event.wait(max(0.002, seconds / self.speedup))
+
+
+def shard(flags, log, together, busy_until, rate, bandwidth, room, speedup):
     """One process: extract.py's main with those two, and staging of `room` bytes."""
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     Clock.rate, Clock.together = rate, together
     extract.Extractor, extract.load_decoder, extract.warmup.prepare = Clock, lambda *_: None, lambda _: {}
-    extract.open_output = lambda out, *_: Store(out, bandwidth)
+    extract.open_output = lambda out, *_: Store(out, bandwidth, busy_until)
+    write = extract.write_batch
+    extract.write_batch = lambda *args: write(*args[:5], Sooner(args[5], speedup), *args[6:])
 
     def of_staging(path):
         used = sum(map(warmup.size_of, Path(path).glob("*/batch_*")))
@@ -149,13 +162,14 @@ def usage(folder):
 
 def extraction(flags, folder, a, scale, plan):
     """The shards, to their end. Returns what was seen of them."""
-    rate, bandwidth = a.rate * a.speedup, a.bandwidth * 1e9 / scale * a.speedup / SHARDS
+    rate, bandwidth = a.rate * a.speedup, a.bandwidth * 1e9 / scale * a.speedup
     context, stage = multiprocessing.get_context("forkserver"), folder / "stage"
     os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
     context.set_forkserver_preload(["simulate"])
-    room, together = a.stage_gb * 1e9 / scale, context.Barrier(SHARDS)
+    room, together, busy_until = a.stage_gb * 1e9 / scale, context.Barrier(SHARDS), context.Value("d", 0)
     processes = [context.Process(target=shard, args=(
-        [*flags, "--shard", str(i)], folder / f"shard_{i}.log", together, rate, bandwidth, room)) for i in range(SHARDS)]
+        [*flags, "--shard", str(i)], folder / f"shard_{i}.log", together, busy_until, rate, bandwidth, room,
+        a.speedup)) for i in range(SHARDS)]
     began = time.monotonic()
     for process in processes:
         process.start()
@@ -172,7 +186,7 @@ def extraction(flags, folder, a, scale, plan):
         sys.exit(f"shards ended with {codes}: {folder}/shard_*.log")
     progress = [monitor.read_json(folder / f"work/progress_shard_{i}.json") for i in range(SHARDS)]
     ends = [p["updated_at"] for p in progress]
-    batch_s = plan.tokens / min(rate, bandwidth / (plan.counts["bytes"] / plan.counts["tokens"]))
+    batch_s = plan.tokens / min(rate, bandwidth / SHARDS / (plan.counts["bytes"] / plan.counts["tokens"]))
     return SimpleNamespace(
         hours=seconds * a.speedup / 3600, most=most / room, spread=(max(ends) - min(ends)) * a.speedup,
         spread_batches=(max(ends) - min(ends)) / batch_s,
@@ -221,12 +235,14 @@ def simulate(a, folder):
     kept["markers_read_s"] = timed(lambda: extract.marked(work))[1]
     local = export.Local(str(out))
     kept["listing_local_s"] = timed(local.sizes)[1]
-    with S3Server(folder / "s3") as server:
-        os.environ |= server.env
-        found, kept["listing_s3_s"] = timed(export.open_output("s3://b/run").sizes)
     shutil.copytree(work / "plan", folder / "fresh/plan")
     (folder / "fresh/markers").mkdir()
     _, kept["markers_from_listing_s"] = timed(lambda: extract.reconcile(plan, folder / "fresh", local, range(c["batches"])))
+    for f in (out / "batches").iterdir():  # that server would read all bytes to list a key
+        os.truncate(f, 0)
+    with S3Server(folder / "s3") as server:
+        os.environ |= server.env
+        found, kept["listing_s3_s"] = timed(export.open_output("s3://b/run").sizes)
     kept["keys"], kept["markers_from_listing"] = len(found), len(extract.marked(folder / "fresh"))
     again = watched([sys.executable, ROOT / "extract.py", *flags, "--shard", "0"], folder / "again.log")
     kept["restart_s"], kept["shard_memory_gb"] = again[1], again[2] / 1e9
@@ -238,7 +254,7 @@ def simulate(a, folder):
     status = [sys.executable, ROOT / "monitor.py", "--work", work, "--stage", folder]
     kept["status_s"] = min(timed(lambda: subprocess.run(status, capture_output=True, check=True))[1] for _ in range(3))
 
-    # two of four nodes half as slow again: what is left when the fast ones are done, by the number of shards
+    # two of four nodes at 2/3 of the speed: what they leave when the others are done, by the number of shards
     kept["left_of_4"] = left_over(c["batches"], [1, 1, 2 / 3, 2 / 3], 4)
     kept["left_as_3"] = left_over(c["batches"], [1, 1, 2 / 3, 2 / 3], 3)
     return kept
@@ -266,7 +282,7 @@ def main():
     parser.add_argument("--rate", type=float, default=12_405, help="tokens/s of a GPU (default 12,405)")
     parser.add_argument("--bandwidth", type=float, default=1.25, help="GB/s of S3 for all shards (default 1.25)")
     parser.add_argument("--stage-gb", type=float, default=128, help="GB of staging (default 128)")
-    parser.add_argument("--speedup", type=float, default=100, help="how much faster time runs (default 100)")
+    parser.add_argument("--speedup", type=float, default=60, help="how much faster time runs (default 60)")
     parser.add_argument("--dir", type=Path, help="where to do it (default: a temporary directory)")
     a = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="simulate-", dir=a.dir))
