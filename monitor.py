@@ -343,8 +343,8 @@ def read_shard(work, shard):
 
 @functools.lru_cache(1)
 def slurm_jobs(work, _):
-    """{shard, or "plan": {state, reason, node, since (Unix seconds)}} of what Slurm's queue has of a run by
-    `make slurm`. The second argument changes with time, so that it is asked every 10 s at most."""
+    """{shard, -1 for the plan: {state, reason, node, since (Unix seconds)}} of what Slurm's queue has of a run
+    by `make slurm`. The second argument changes with time, so that it is asked every 10 s at most."""
     made, jobs = read_json(work / "slurm.json"), {}
     if made:
         command = ["squeue", "-hrj", f"{made.get('plan')},{made.get('array')}", "-o%i|%T|%r|%N|%S"]
@@ -385,18 +385,14 @@ def totals(shards):
     return out | {"eta_hours": None if not shards or None in etas else max(etas, default=0.0)}
 
 
-def in_words(jobs):
-    """What Slurm's queue has of a run: RUNNING on node1: 2; PENDING (Resources): 1."""
-    n = collections.Counter("the plan's " * (shard < 0) + job["state"] + (
-        f" on {job['node']}" if job["node"] else f" ({job['reason']})") for shard, job in jobs.items())
-    return "; ".join(f"{what}: {count}" for what, count in n.items()) or "nothing of this run is queued"
-
-
 def read_run(work, stage, num_shards=None, jobs=None):
     """The state of every shard, of all together and of the box, as --json prints it."""
     planned = number((read_json(work / "slurm.json") or {}).get("shards"), 0)
     count, jobs = num_shards or max(count_shards(work), int(min(planned, MAX_SHARDS))), jobs or {}
     shards = [with_slurm(read_shard(work, i), jobs.get(i)) for i in range(count)]
+    tasks = collections.Counter("the plan's " * (i < 0) + job["state"] + (
+        f" on {job['node']}" if job["node"] else f" ({job['reason']})") for i, job in jobs.items())
+    words = "; ".join(f"{what}: {n}" for what, n in tasks.items()) or "nothing of this run is queued"
     conditions = {s["condition"] for s in shards}
     state = ("done" if conditions == {"done"} else "running" if conditions & set(LIVE) else
              "failed" if conditions & set(BROKEN) else "stopped")
@@ -406,7 +402,7 @@ def read_run(work, stage, num_shards=None, jobs=None):
     return {"work": str(work), "fingerprint": clean(plan.get("fingerprint")) or None, "state": state,
             "out": clean(plan.get("out")) or None, "num_shards": len(shards),
             "skipped_by_reason": {clean(why): n for why, n in reasons if number(n)}, **totals(shards),
-            "shards": shards, "box": read_box(stage), "slurm": in_words(jobs) if planned else None}
+            "shards": shards, "box": read_box(stage), "slurm": words if planned else None}
 
 
 def read_gpus():
