@@ -94,8 +94,8 @@ warmup: $(VENV)  ## compile and prove the kernels once
 define RUNNING
 	command -v $(PY) >/dev/null || { echo '$(PY) is not there: make setup'; exit 2; }
 	running() { $(PY) monitor.py --work '$(WORK)' --pids | xargs; }
-	jobs=$$(sed -n 's/{"plan": \([0-9]*\), "array": \([0-9]*\).*/\1,\2/p' '$(WORK)'/slurm.json 2>/dev/null || true)
-	queued() { [ -z "$$jobs" ] || squeue -hrj "$$jobs" -o %i 2>/dev/null | xargs; }
+	jobs=$$(command -v squeue >/dev/null && sed -n 's/{"plan": \([0-9]*\), "array": \([0-9]*\).*/\1,\2/p' '$(WORK)'/slurm.json 2>/dev/null || true)
+	queued() { [ -z "$$jobs" ] || { squeue -hrj "$$jobs" -o %i 2>&1 || true; } | sed '/Invalid job id/d' | xargs; }  # or its error
 endef
 
 # One at a time: the lock is held until the shards are there.
@@ -203,7 +203,7 @@ stop:  ## end the shards with TERM and wait for them: they finish their batch an
 	    (( SECONDS < 60 )) || { echo "still queued after 60 s: $$(queued): cancelled"; scancel $${jobs//,/ }; exit 1; }
 	    sleep 1
 	  done
-	  echo 'stopped; the same make slurm goes on'
+	  echo 'stopped; the same make slurm goes on'; exit
 	fi
 	pids=$$(running)
 	[ -n "$$pids" ] || { echo 'no shard of $(WORK) is running'; exit 0; }

@@ -392,7 +392,7 @@ def read_run(work, stage, num_shards=None, jobs=None):
     shards = [with_slurm(read_shard(work, i), jobs.get(i)) for i in range(count)]
     tasks = collections.Counter("the plan's " * (i < 0) + job["state"] + (
         f" on {job['node']}" if job["node"] else f" ({job['reason']})") for i, job in jobs.items())
-    words = "; ".join(f"{what}: {n}" for what, n in tasks.items()) or "nothing of this run is queued"
+    words = "; ".join(f"{what}: {n}" for what, n in tasks.items()) or f"nothing of this run is queued; logs: {work}/logs"
     conditions = {s["condition"] for s in shards}
     state = ("done" if conditions == {"done"} else "running" if conditions & set(LIVE) else
              "failed" if conditions & set(BROKEN) else "stopped")
@@ -573,7 +573,7 @@ def judged(status, points):
     elif status["state"] in ("stopped", "failed"):
         how = "not running: " + ", ".join(
             f"{n} {c}" for c, n in collections.Counter(s["condition"] for s in shards).items()
-        ) + "; the same make extract goes on"
+        ) + f"; the same make {'slurm' if status.get('slurm') else 'extract'} goes on"
     worry = "much" if wrong else "some" if status["state"] == "stopped" or name == "upload" else "none"
     return status | {"time_spent": spent, "bottleneck": name if running else None, "worry": worry,
                      "summary": how[0].upper() + how[1:]}
