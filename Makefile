@@ -36,6 +36,12 @@ NODES ?= 1
 SBATCH ?=
 # ARGS: more flags for extract.py, as ARGS="--final --dtype fp8"
 ARGS ?=
+# TO: where `make export` puts a trainer's files
+TO ?= $(WORK)/export
+# FORMAT: whose files they are: speculators, specforge or modelopt
+FORMAT ?= speculators
+# ALGORITHM: what that trainer trains: dflash, dspark or eagle3
+ALGORITHM ?= dflash
 # SAMPLES: samples that `make verify` recomputes, or all
 SAMPLES ?= 100
 # DTYPE: how `make verify` runs the model, fp32 or bf16; auto: fp32 where it fits into memory
@@ -48,7 +54,7 @@ SHARD ?= 0
 PY ?= .venv/bin/python
 
 KNOBS := MODEL DATA OUT LAYERS TOKENS MAX_LEN - GPUS WORK STAGE UPLOADS UPLOAD_MBPS ARGS - NODES SBATCH - WEB_PORT \
-         WEB_HOST SHARD SAMPLES DTYPE DEVICE PORT PY
+         WEB_HOST SHARD SAMPLES DTYPE DEVICE TO FORMAT ALGORITHM PORT PY
 export WEB_TOKEN
 SHAPE = --model '$(MODEL)' --work '$(WORK)' --layers '$(LAYERS)' --tokens '$(TOKENS)' --max-len '$(MAX_LEN)'
 FLAGS = $(SHAPE) --data '$(DATA)' --out '$(OUT)' --stage '$(STAGE)' --uploads '$(UPLOADS)' \
@@ -59,7 +65,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-gpu bench bench-gpu plan warmup extract status watch web logs snapshot stop restart \
-        clean-shm reconcile verify drill slurm simulate
+        clean-shm reconcile verify export drill train-demo slurm simulate
 
 # ---- start here
 help:  ## this text
@@ -243,6 +249,10 @@ verify: $(VENV)  ## recompute SAMPLES samples of OUT alone with plain transforme
 	$(PY) tests/oracle.py --out '$(OUT)' --model '$(MODEL)' --samples '$(SAMPLES)' --dtype '$(DTYPE)' \
 	  $(if $(DEVICE),--device '$(DEVICE)')
 
+export: $(VENV)  ## turn OUT, local or in S3, into what trainer FORMAT loads, in TO
+	@[ -n '$(OUT)' ] || { echo 'export: OUT= (a run) is missing. make help explains'; exit 2; }
+	$(PY) export.py --from '$(OUT)' --to '$(TO)' --format '$(FORMAT)' --algorithm '$(ALGORITHM)'
+
 # ---- the project itself
 
 D := $(if $(filter file default,$(origin WORK)),work/demo,$(WORK))
@@ -271,6 +281,11 @@ demo: $(VENV)  ## all of it in minutes, without a GPU: tiny model, 300 chats, a 
 	echo '--- make status WORK=$(D)'
 	$(PY) monitor.py --work '$(D)' --stage '$(STAGE)'
 	tail -n 1 '$(D)/proof.txt'
+
+train-demo: $(VENV)  ## train a tiny head on what make demo left: the loss falls
+	@out='$(D)/s3/hidden-states/run1'
+	[ -f "$$out"/manifest.json ] || { echo "no run in $$out: make demo first"; exit 2; }
+	$(PY) tests/train_demo.py --out "$$out"
 
 test: $(VENV)  ## the project's tests
 	@$(PY) -m pytest -q tests $(ARGS) || {

@@ -69,6 +69,7 @@ class Options:
     shards_here: int = opt(0, "how many of them share this machine's staging at a time; 0: all", 0, 10**5)
     layers: str = opt("dflash:5", "0-based ids as 1,16,31,46,61, or dflash:N, eagle3, or a drafter's config")
     final: bool = opt(False, "store the last layer's output before the final norm, too")
+    save_head: bool = opt(False, "write OUT/head.safetensors, too: embedding, final norm and lm_head")
     dtype: str = opt("bf16", "how states are stored", choices=("bf16", "fp32", "fp8"))
     compute_dtype: str = opt("bf16", "how the model runs", choices=("bf16", "fp32"))
     tokens: int = opt(32768, "tokens of a batch", 16, 1 << 20)
@@ -258,7 +259,7 @@ class Encoder:
     def pretokenized(self, record):
         get = lambda key, other: other if record.get(key) is None else np.asarray(record[key])
         ids = get("input_ids", None)
-        mask = get("loss_mask", get("labels", ids) != -100)
+        mask = get("loss_mask", get("assistant_masks", get("completion_mask", get("labels", ids) != -100)))
         real = get("attention_mask", ids != -100)  # where it is 0 there is padding
         if any(x.ndim != 1 or x.size and x.dtype.kind not in "iub" for x in (ids, mask, real)):
             raise Skip("unreadable", "input_ids and masks must be lists of integers")
@@ -539,9 +540,7 @@ def load_decoder(o, path):
     how = {"dtype": KINDS[o.compute_dtype][1], "output_loading_info": True}
     if torch.cuda.is_available():
         how["device_map"] = {"": 0}  # straight there, with no second copy of the weights on the host
-    autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
-    config = transformers.AutoConfig.from_pretrained(path)
-    auto = next((auto for auto in autos if type(config) in auto._model_mapping), autos[0])
+    auto = warmup.auto_class(transformers.AutoConfig.from_pretrained(path))
     model, info = auto.from_pretrained(path, **how)
     if info["missing_keys"]:
         raise Failed(f"{path} lacks weights of its model: {sorted(info['missing_keys'])[:3]} …")
@@ -814,6 +813,8 @@ def run(o, work, progress, stop):
         say(line)
     if not progress:
         return
+    if o.save_head:
+        warmup.save_head(path, work, output, plan.fingerprint)
     stage.claim(work)
     if stage.capacity() < (least := 2 * plan.counts["largest"] * (o.shards_here or o.num_shards)):
         raise Refused(f"--stage {o.stage} has room for {stage.capacity():,} bytes; two batches a shard take "

@@ -167,6 +167,67 @@ def text_config(path, compute=None):
     return text
 
 
+def auto_class(config):
+    """The class that loads a model of this configuration for text."""
+    import transformers
+    autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    return next((auto for auto in autos if type(config) in auto._model_mapping), autos[0])
+
+
+def skeleton(path):
+    """The model of `path`, of which only config.json is read, with weights on the meta device."""
+    from transformers import AutoConfig
+    config = AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        return auto_class(config).from_config(config)
+
+
+def save_head(path, work, output, fingerprint):
+    """OUT/head.safetensors: the checkpoint's embedding, final norm and lm_head, as they are, and its config.
+
+    The first shard to come writes it. Raises Failed where the checkpoint lacks one of them, OutputError.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+    done, tmp = work / "head.json", work / "head.safetensors.tmp"
+    with open(work / ".head.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another shard is at it
+            return
+        if (read_json(done) or {}).get("out") == str(output):
+            return
+        model, where = skeleton(path), {}
+        for file in sorted(path.glob("*.safetensors")):
+            with safe_open(file, "pt") as f:
+                where |= dict.fromkeys(f.keys(), file)
+        decoder, embedding = model.get_decoder(), model.get_input_embeddings().weight
+        embed = next(name for name, p in decoder.named_parameters() if p is embedding)
+        # the decoder's prefix in the checkpoint is where its embedding has layers beside it
+        prefix = next((name.removesuffix(embed) for name in where if name.endswith(embed) and any(
+            other.startswith(name.removesuffix(embed) + "layers.") for other in where)), "")
+        head = next((name for name in where if f".{name}".endswith(".lm_head.weight")), None)
+        if not head and model.get_output_embeddings().weight is embedding:
+            head = prefix + embed
+        names = {"model.embed_tokens.weight": prefix + embed, "lm_head.weight": head} | {
+            f"model.norm.{name}": f"{prefix}norm.{name}" for name, _ in decoder.norm.named_parameters()}
+        if lost := [name for name, there in names.items() if there not in where]:
+            raise Failed(f"--save-head: {path} has nothing that would be {lost}: leave the flag out")
+        tensors = {}
+        for name, there in names.items():
+            with safe_open(where[there], "pt") as f:
+                tensors[name] = f.get_tensor(there)
+        config = json.loads((path / "config.json").read_bytes())
+        try:
+            save_file(tensors, tmp, {"meta": compact({"fingerprint": fingerprint, "config": config})})
+            size = tmp.stat().st_size
+            output.put(tmp, "head.safetensors", size, 60 + size / 5e6)
+        finally:
+            tmp.unlink(missing_ok=True)
+        write_atomic(done, compact({"out": str(output), "bytes": size}))
+        say(f"head.safetensors is in {output}: embedding, final norm and lm_head, {size / 1e9:.2f} GB")
+
+
 def layer_ids(rule, depth):
     """`--layers` and the number of decoder layers -> ids in the order asked for. Raises Refused.
 
@@ -246,7 +307,7 @@ def table_rows(f, parquet):
     table = pq.ParquetFile(f) if parquet else pa.ipc.open_stream(f)
     names = (table.schema_arrow if parquet else table.schema).names
     names = [name for name in names if name in "messages conversations system tools id conversation_id uuid "
-             "input_ids loss_mask labels attention_mask".split()] or names
+             "input_ids loss_mask assistant_masks completion_mask labels attention_mask".split()] or names
     for batch in table.iter_batches(256, columns=names) if parquet else table:
         values = [c.to_numpy(zero_copy_only=False) if re.match(r"(large_)?list<\w+: u?int", str(c.type))
                   and not c.flatten().null_count else c.to_pylist(maps_as_pydicts="lossy")
@@ -437,7 +498,7 @@ def tune(decoder, tokens):
     """FLA tunes each kernel on the first size that it meets and keeps the result: that must be the run's."""
     for module in decoder.modules():
         if hasattr(module, "num_v_heads") and hasattr(module, "head_k_dim") and (fast := fast_kernels()):
-            like = {"device": module.A_log.device, "dtype": torch.bfloat16}
+            like = {"device": next(module.parameters()).device, "dtype": torch.bfloat16}
             q, k = torch.randn(2, 1, tokens, module.num_k_heads, module.head_k_dim, **like)
             v = torch.randn(1, tokens, module.num_v_heads, module.head_v_dim, **like)
             g, beta = -torch.rand(2, 1, tokens, module.num_v_heads, **like).abs()

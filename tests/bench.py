@@ -495,6 +495,78 @@ def first_batch(o, plan, model):
     return {"first_batch_s": round(time.perf_counter() - began, 2)}
 
 
+def random_states(tokens, hidden):
+    """States such as models have: a scale for each channel and token, and a few channels 100 times as large."""
+    random = torch.Generator().manual_seed(0)
+    scale = torch.exp(0.5 * torch.randn(hidden, generator=random))
+    scale[torch.randperm(hidden, generator=random)[:8]] *= 100
+    of_token = torch.exp(0.3 * torch.randn(tokens, 1, generator=random))
+    return torch.randn(tokens, hidden, generator=random) * scale * of_token
+
+
+def fp8():
+    """What --dtype fp8 costs: bytes, error, speed of one layer on this CPU."""
+    states, result = random_states(2048, 5120).bfloat16(), {}
+    for dtype in ("bf16", "fp8"):
+        plan = Plan([[np.zeros(2048, np.int32)]], [0], 5120, dtype)
+        slot = extract.Slot(plan, 2048, torch.device("cpu"))
+        seconds = timed(lambda: slot.store(0, 0, states), 3)
+        result[f"{dtype}_bytes_per_token_and_layer"] = (
+            sum(t.nbytes for name, t in slot.host.items() if name != "range") // 2048
+        )
+        result[f"{dtype}_store_gb_per_s"] = round(states.nbytes / seconds / 1e9, 2)
+    back = slot.host["hidden_states"].float() * slot.host["hidden_states_scale"]
+    exact, error = states.float(), (back - states.float()).norm(dim=1) / states.float().norm(dim=1)
+    return result | {
+        "fp8_relative_error": round(float((back - exact).norm() / exact.norm()), 5),
+        "fp8_cosine": round(float(torch.cosine_similarity(back, exact).mean()), 6),
+        "fp8_worst_token": round(float(error.max()), 5),
+    }
+
+
+def reader(plan, stage, slot, o, workers=2):
+    """Random samples of 400 tokens by HiddenStates, in this process and through a DataLoader, from page cache."""
+    from export import KEY, HiddenStates
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    out = stage.dir.parent / "out"
+    (out / "batches").mkdir(parents=True)
+    keep = SimpleNamespace(
+        add=lambda b, path: os.replace(path, out / KEY.format(b)), fatal=None, failed=0
+    )
+    seen = SimpleNamespace(computed=lambda s: None, wrote=lambda: None, wait_for_room=lambda w: None)
+    index = []
+    for b in range(2):
+        extract.write_batch(o, plan, stage, keep, seen, threading.Event(), b, slot, [])
+        index += [
+            {
+                "id": str(r["row"]),
+                "row": int(r["row"]),
+                "batch": b,
+                "start": int(r["start"]),
+                "length": int(r["length"]),
+            }
+            for r in plan.rows(b)
+        ]
+    pq.write_table(pa.Table.from_pylist(index), out / "index.parquet")
+    (out / "manifest.json").write_text(json.dumps({"fingerprint": "bench", "complete": True, "excluded": {}}))
+    data, rng = HiddenStates(out), np.random.default_rng(0)
+    order = rng.integers(0, len(data), 60).tolist()
+    size = sum(data[i]["hidden_states"].nbytes for i in order)
+    alone = timed(lambda: [data[i] for i in order])
+    loader = torch.utils.data.DataLoader(data, batch_size=None, sampler=order, num_workers=workers)
+    ready = iter(loader)
+    next(ready)  # the workers are there
+    several = timed(lambda: list(ready)) * len(order) / (len(order) - 1)
+    return {
+        "reader_samples_per_s": round(len(order) / alone),
+        "reader_mb_per_s": round(size / alone / 1e6),
+        "reader_2_workers_samples_per_s": round(len(order) / several),
+        "reader_2_workers_mb_per_s": round(size / several / 1e6),
+    }
+
+
 def cpu(a):
     """The tiny shape: stages of a batch, host copies and writes, planning."""
     import tiny
@@ -549,6 +621,13 @@ def cpu(a):
     seen = SimpleNamespace(computed=lambda s: None, wrote=lambda: None, wait_for_room=lambda w: None)
     write = timed(lambda: extract.write_batch(o, wide, stage, gone, seen, threading.Event(), 0, big, []), 3)
     copy = timed(lambda: big.host["hidden_states"].clone(), 3)
+    samples = Plan(
+        [[np.zeros(400, np.int32)] * 10], [0], 25600
+    )  # 51,200 bytes a token, as five layers of 5,120
+    ten = extract.Slot(samples, 4000, x.device)
+    ten.seconds = 0
+    ten.device["hidden_states"].normal_(), ten.device["range"].copy_(torch.tensor([-1.0, 1.0]))
+    read = reader(samples, stage, ten, o)
     shutil.rmtree(stage.dir.parent)
     with tempfile.TemporaryDirectory() as d:
         d = Path(d)
@@ -569,6 +648,7 @@ def cpu(a):
         "write_over_copy": round(copy / write, 3),
         "plan_samples_per_s_per_process": round(planning),
     }
+    result |= read | fp8()
     for name, value in result.items():
         print(f"{name:34} {value}")
     return result

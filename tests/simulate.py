@@ -234,7 +234,7 @@ def simulate(a, folder):
     kept["marker_ms"] = 1e3 * timed(lambda: [extract.mark(work, plan, b, 0, {}) for b in range(200)])[1] / 200
     kept["markers_read_s"] = timed(lambda: extract.marked(work))[1]
     local = export.Local(str(out))
-    kept["listing_local_s"] = timed(local.sizes)[1]
+    kept["listing_local_s"] = timed(lambda: local.sizes("batches/"))[1]
     shutil.copytree(work / "plan", folder / "fresh/plan")
     (folder / "fresh/markers").mkdir()
     _, kept["markers_from_listing_s"] = timed(lambda: extract.reconcile(plan, folder / "fresh", local, range(c["batches"])))
@@ -242,7 +242,7 @@ def simulate(a, folder):
         os.truncate(f, 0)
     with S3Server(folder / "s3") as server:
         os.environ |= server.env
-        found, kept["listing_s3_s"] = timed(export.open_output("s3://b/run").sizes)
+        found, kept["listing_s3_s"] = timed(lambda: export.open_output("s3://b/run").sizes("batches/"))
     kept["keys"], kept["markers_from_listing"] = len(found), len(extract.marked(folder / "fresh"))
     again = watched([sys.executable, ROOT / "extract.py", *flags, "--shard", "0"], folder / "again.log")
     kept["restart_s"], kept["shard_memory_gb"] = again[1], again[2] / 1e9

@@ -942,6 +942,12 @@ def test_labels_are_a_mask_where_there_is_none(ready):
     assert ready.encode(line)[2].tolist() == [1, 0, 0]
 
 
+@pytest.mark.parametrize("key", ["assistant_masks", "completion_mask"])
+def test_a_mask_under_trl_s_names_is_the_mask(ready, key):
+    line = json.dumps({"input_ids": [5, 6, 7], "labels": [5, 6, 7], key: [0, 1, 0]}).encode()
+    assert ready.encode(line)[2].tolist() == [0, 1, 0]
+
+
 def test_padding_is_taken_out_with_its_mask(ready):
     _, ids, mask, _ = ready.encode(
         b'{"input_ids": [0, 5, 6, 7, 0], "attention_mask": [0, 1, 1, 1, 0], "loss_mask": [1, 0, 1, 0, 1]}')
@@ -1071,11 +1077,11 @@ def test_names_can_be_written_as_utf_8(tokenized):
 
 # ---- a template that writes the date
 
-def test_a_template_that_writes_today_s_date_is_warned_of(place, tmp_path, capsys):
+def test_a_template_that_writes_today_s_date_is_warned_of(place, tmp_path, capfd):
     from warmup import determined_by
     folder = shutil.copytree(place.model, tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{{ strftime_now('%d') if not date_string }}" + PLAIN[0])
     determined_by(Options(), folder, "", [1], False)
-    assert "--template-args '{\"date_string\": \"" in capsys.readouterr().out
+    assert "--template-args '{\"date_string\": \"" in capfd.readouterr().out
     determined_by(Options(template_args='{"date_string": "26 Jul 2024"}'), folder, "", [1], False)
-    assert not capsys.readouterr().out
+    assert not capfd.readouterr().out

@@ -46,13 +46,15 @@ class Shard:
     def log_file(self, shard=0):
         return self.folder / f"shard_{shard}.log"
 
+    def flags(self, *args, shard=0, of=1, work=None):
+        return ["--model", self.model, "--data", self.data, "--out", self.out, "--work", work or self.work,
+                "--stage", self.stage, "--shard", shard, "--num-shards", of, "--tokens", 1024, "--max-len", 300,
+                "--compute-dtype", "fp32", "--dtype", "fp32", *self.args, *args]
+
     def start(self, *args, shard=0, of=1, work=None, **more):
         log = self.log_file(shard)
         self.begun[shard] = log.stat().st_size if log.exists() else 0
-        return self.shards.start(
-            ["--model", self.model, "--data", self.data, "--out", self.out, "--work", work or self.work,
-             "--stage", self.stage, "--shard", shard, "--num-shards", of, "--tokens", 1024, "--max-len", 300,
-             "--compute-dtype", "fp32", "--dtype", "fp32", *self.args, *args], log, self.env, **more)
+        return self.shards.start(self.flags(*args, shard=shard, of=of, work=work), log, self.env, **more)
 
     def run(self, *args, **how):
         return code(self.start(*args, **how))
@@ -177,7 +179,8 @@ class Trouble:
         link = Link(server.port)
         run = self.new(out=f"s3://{bucket}/{name}",
                        env=server.environ() | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}"}, **how)
-        run.link, run.files, run.put = link, server.directory / bucket / name, f"PUT /{bucket}/{name}/batches".encode()
+        run.link, run.files = link, server.directory / bucket / name
+        run.put = f"PUT /{bucket}/{name}/batches".encode()
         return run
 
     def refused(self):
@@ -291,20 +294,22 @@ class Trouble:
         """Somebody else takes whatever room there is in staging, and gives it back."""
         run = self.into("full_stage", data=self.place.chat, stage=self.small("6m"))
         filler = run.stage / "filler"
-        process = run.start()
-        until(lambda: run.staged(), process)
+        with open(run.log_file(), "ab") as log:  # under its own name, by which status knows it
+            process = subprocess.Popen([sys.executable, ROOT / "extract.py", *map(str, run.flags())], env=run.env,
+                                       stdout=log, stderr=log)
+        until(run.staged)
         run.states = set()
 
         def noticed():
             fill(filler)
             run.states.add(run.progress().get("state"))
-            return "with other files than this run's" in run.log()
-        until(noticed, process)
+            return "waiting_for_room" in run.states and not run.staged()
+        until(noticed)
         run.status = subprocess.run([sys.executable, ROOT / "monitor.py", "--work", run.work, "--num-shards", "1"],
                                     capture_output=True, text=True).stdout
-        run.status_json = monitor.snapshot(run.work, str(run.stage), 1)
+        run.status_json = monitor.read_run(run.work, str(run.stage), 1)
         filler.unlink()
-        run.code = code(process)
+        run.code = process.wait(400)
         return run
 
 
@@ -529,7 +534,8 @@ def test_a_moved_run_is_complete(moved):
 def test_machines_without_a_shared_disk_complete_one_output(new, place, plain):
     run = new(place.few)
     for shard in (0, 1):
-        assert run.run("--resume-from-output", shard=shard, of=2, work=run.folder / f"work{shard}") == 0, run.log(shard)
+        work = run.folder / f"work{shard}"
+        assert run.run("--resume-from-output", shard=shard, of=2, work=work) == 0, run.log(shard)
     assert objects(run.out) == plain["few"]
     assert json.loads((run.out / "manifest.json").read_text())["complete"] is True
 
@@ -596,7 +602,7 @@ def test_a_listing_of_14_000_objects_is_whole(s3, monkeypatch):
         (folder / f"batch_{batch:06d}.safetensors").write_bytes(b"x" * (batch % 5))
     for name, value in s3.env.items():
         monkeypatch.setenv(name, value)
-    found = open_output("s3://bucket/many").sizes()
+    found = open_output("s3://bucket/many").sizes("batches/")
     assert found == {f"batches/batch_{batch:06d}.safetensors": batch % 5 for batch in range(14_000)}
 
 
@@ -674,7 +680,8 @@ def test_a_cgroup_s_limit_below_the_filesystem_s_size_is_the_room(tmp_path):
     except OSError:
         pytest.skip("no cgroup can be made here")
     try:
-        command = f"echo $$ >{folder}/cgroup.procs; exec {sys.executable} -c \"import monitor; print(monitor.room('/dev/shm')[1])\""
+        ask = "import monitor; print(monitor.room('/dev/shm')[1])"
+        command = f'echo $$ >{folder}/cgroup.procs; exec {sys.executable} -c "{ask}"'
         out = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
         assert 0 < int(out.stdout) < 200 << 20, out.stderr
     finally:

@@ -113,7 +113,7 @@ def test_no_mix_of_lengths_compiles_anything_after_the_first_batch(extractor):
     assert count() == 0
 
 
-def test_a_batch_that_does_not_fit_into_memory_is_split_and_said_so(extractor, capsys):
+def test_a_batch_that_does_not_fit_into_memory_is_split_and_said_so(extractor, capfd):
     x, slot = extractor
     ids = samples([250, 300, 40, 100])
     x.batch(ids, slot)
@@ -126,7 +126,7 @@ def test_a_batch_that_does_not_fit_into_memory_is_split_and_said_so(extractor, c
     x.row = short_of_memory
     assert x.batch(ids, slot) == []
     assert warmup.relative(states(slot, 690), whole) < 0.02
-    assert x.splits > 0 and capsys.readouterr().out.count("out of GPU memory") == 1
+    assert x.splits > 0 and capfd.readouterr().out.count("out of GPU memory") == 1
 
 
 def test_a_sample_that_does_not_fit_alone_is_named(extractor):

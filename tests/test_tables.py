@@ -141,6 +141,17 @@ def test_token_ids_may_be_integers_of_any_width(planned, tmp_path, kind):
         0: ("0", [5, 6, 7], [0, 1, 1]), 1: ("1", [8, 9, 599], [0, 0, 1])}
 
 
+@pytest.mark.parametrize("key", ["loss_mask", "assistant_masks", "completion_mask"])
+def test_a_mask_of_a_table_is_found_under_each_name(planned, tmp_path, key):
+    rows = parquet(tmp_path / "rows.parquet", [{"input_ids": [5, 6, 7], key: [0, 1, 0], "text": "x"}])
+    assert planned(rows)[0] == {0: ("0", [5, 6, 7], [0, 1, 0])}
+
+
+def test_padding_and_labels_of_a_table_count(planned, tmp_path):
+    row = {"input_ids": [0, 5, 6, 7], "labels": [-100, -100, 6, -100], "attention_mask": [0, 1, 1, 1]}
+    assert planned(parquet(tmp_path / "rows.parquet", [row]))[0] == {0: ("0", [5, 6, 7], [0, 1, 0])}
+
+
 def test_a_null_among_token_ids_costs_its_row_alone(planned, tmp_path):
     rows = parquet(tmp_path / "rows.parquet", [READY[0], {"input_ids": [1, None], "loss_mask": [1, 1]}, READY[2]])
     found, [skipped], _ = planned(rows)
@@ -230,11 +241,11 @@ def test_a_saved_dataset_with_indices_is_refused(planned, tmp_path):
         planned(folder)
 
 
-def test_files_of_a_directory_that_are_not_read_are_named(planned, tmp_path, capsys):
+def test_files_of_a_directory_that_are_not_read_are_named(planned, tmp_path, capfd):
     (tmp_path / "data").mkdir()
     lines(tmp_path / "data/a.jsonl", READY)
     planned(tmp_path / "data")
-    assert "files are read" not in capsys.readouterr().out
+    assert "files are read" not in capfd.readouterr().out
     (tmp_path / "data/b.jsonl.gz").write_bytes(b"x")
     planned(tmp_path / "data")
-    assert "1 files are read, 1 are not: b.jsonl.gz" in capsys.readouterr().out
+    assert "1 files are read, 1 are not: b.jsonl.gz" in capfd.readouterr().out
