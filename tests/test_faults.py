@@ -574,7 +574,7 @@ def test_staged_files_of_batches_done_elsewhere_are_removed(new, whole, place):
         (run.stage / fingerprint / name).write_text("of a task that now runs on another node")
     for batch in (2, 7):
         (run.out / f"batches/batch_{batch:06d}.safetensors").unlink()
-    assert run.run("--resume-from-output", shard=0, of=2) == 0, run.log()
+    assert run.run("--reconcile") == 0 and run.run(shard=0, of=2) == 0, run.log()
     assert [f.name for f in run.stage.glob("*/batch_*")] == []
 
 
