@@ -30,6 +30,10 @@ PORT ?= 9123
 WEB_PORT ?= $(if $(filter file,$(origin PORT)),8080,$(PORT))
 # WEB_HOST: address of the page; any but loopback needs WEB_TOKEN=, a secret of 16 characters, best in local.mk
 WEB_HOST ?= 127.0.0.1
+# NODES: nodes of `make slurm`; it starts NODES x GPUS shards, wherever Slurm finds a GPU for them
+NODES ?= 1
+# SBATCH: more options for sbatch, as SBATCH="--partition=gpu --time=8:00:00"
+SBATCH ?=
 # ARGS: more flags for extract.py, as ARGS="--final --dtype fp8"
 ARGS ?=
 # TO: where `make export` puts a trainer's files
@@ -49,8 +53,8 @@ SHARD ?= 0
 # PY: the Python that runs everything; set it to use an environment of your own instead of .venv
 PY ?= .venv/bin/python
 
-KNOBS := MODEL DATA OUT LAYERS TOKENS MAX_LEN - GPUS WORK STAGE UPLOADS UPLOAD_MBPS ARGS - WEB_PORT WEB_HOST SHARD \
-         SAMPLES DTYPE DEVICE TO FORMAT ALGORITHM PORT PY
+KNOBS := MODEL DATA OUT LAYERS TOKENS MAX_LEN - GPUS WORK STAGE UPLOADS UPLOAD_MBPS ARGS - NODES SBATCH - WEB_PORT \
+         WEB_HOST SHARD SAMPLES DTYPE DEVICE TO FORMAT ALGORITHM PORT PY
 export WEB_TOKEN
 SHAPE = --model '$(MODEL)' --work '$(WORK)' --layers '$(LAYERS)' --tokens '$(TOKENS)' --max-len '$(MAX_LEN)'
 FLAGS = $(SHAPE) --data '$(DATA)' --out '$(OUT)' --stage '$(STAGE)' --uploads '$(UPLOADS)' \
@@ -61,7 +65,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-gpu bench bench-gpu plan warmup extract status watch web logs snapshot stop restart \
-        clean-shm reconcile verify export drill train-demo
+        clean-shm reconcile verify export drill train-demo slurm simulate
 
 # ---- start here
 help:  ## this text
@@ -96,16 +100,23 @@ warmup: $(VENV)  ## compile and prove the kernels once
 define RUNNING
 	command -v $(PY) >/dev/null || { echo '$(PY) is not there: make setup'; exit 2; }
 	running() { $(PY) monitor.py --work '$(WORK)' --pids | xargs; }
+	jobs=$$(command -v squeue >/dev/null && sed -n 's/{"plan": \([0-9]*\), "array": \([0-9]*\).*/\1,\2/p' '$(WORK)'/slurm.json 2>/dev/null || true)
+	queued() { [ -z "$$jobs" ] || { squeue -hrj "$$jobs" -o %i 2>&1 || true; } | sed '/Invalid job id/d' | xargs; }  # or its error
+endef
+
+# One at a time: the lock is held until the shards are there.
+define LAUNCH
+	mkdir -p '$(WORK)'/logs '$(WORK)'/pids
+	exec 9>'$(WORK)'/.launch
+	if [ -n "$$(running)$$(queued)" ] || ! flock -n 9; then
+	  echo "a run of $(WORK) is under way or being started ($$(running) $$(queued)): make status, make stop"; exit 2
+	fi
 endef
 
 extract: $(VENV)  ## run GPUS shards in the background and follow them; Ctrl-C leaves them running
 	@$(RUNNING)
 	[[ '$(GPUS)' =~ ^[1-9][0-9]*$$ ]] || { echo 'GPUS=$(GPUS) is not a number of shards'; exit 2; }
-	mkdir -p '$(WORK)'
-	exec 9>'$(WORK)'/.launch
-	if [ -n "$$(running)" ] || ! flock -n 9; then  # the lock is held from here until the shards are there
-	  echo "a run of $(WORK) is under way or being started (pids $$(running)): make status, make stop"; exit 2
-	fi
+	$(LAUNCH)
 	visible="$${CUDA_VISIBLE_DEVICES-$$(nvidia-smi -L 2>/dev/null | sed -n 's/^GPU \([0-9]*\):.*/\1/p' || true)}"
 	if [ -z "$${CUDA_VISIBLE_DEVICES+set}" ] && [ -z "$$visible" ]; then  # no nvidia-smi: torch may know
 	  visible=$$($(PY) -c 'import torch; print(*range(torch.cuda.device_count()))')
@@ -120,7 +131,7 @@ extract: $(VENV)  ## run GPUS shards in the background and follow them; Ctrl-C l
 	  tail -n 20 '$(WORK)'/logs/warmup.log
 	  echo 'warm-up failed, no shard was started; all of it: $(WORK)/logs/warmup.log'; exit 2
 	}
-	rm -f '$(WORK)'/progress_shard_*.json '$(WORK)'/pids/shard_*.pid
+	rm -f '$(WORK)'/progress_shard_*.json '$(WORK)'/pids/shard_*.pid '$(WORK)'/slurm.json
 	for (( i = 0; i < $(GPUS); i++ )); do
 	  CUDA_VISIBLE_DEVICES="$${devices[i]-}" setsid nohup $(PY) extract.py $(FLAGS) $(ARGS) --shard $$i \
 	    >>'$(WORK)'/logs/shard_$$i.log 2>&1 </dev/null 9>&- &
@@ -134,6 +145,36 @@ extract: $(VENV)  ## run GPUS shards in the background and follow them; Ctrl-C l
 	  sleep 0.2
 	done
 	exit $$code
+
+slurm: $(VENV)  ## the same as a job array of Slurm: a job that plans, then NODES x GPUS shards, requeued on failure
+	@$(RUNNING)
+	[[ '$(NODES) $(GPUS)' =~ ^[1-9][0-9]*\ [1-9][0-9]*$$ ]] || { echo 'NODES=$(NODES) GPUS=$(GPUS): give two numbers'; exit 2; }
+	command -v sbatch >/dev/null || { echo 'no sbatch here: make slurm is for a login node of a Slurm cluster'; exit 2; }
+	$(LAUNCH)
+	rm -f '$(WORK)'/progress_shard_*.json '$(WORK)'/pids/shard_*.pid
+	work=$$(realpath '$(WORK)')
+	cat >'$(WORK)'/slurm.sh <<'END'
+	#!/bin/bash
+	# Written by make slurm. Slurm runs it once without a task's number, to plan, then once a shard.
+	cd '$(CURDIR)' || exit
+	if [ -z "$$SLURM_ARRAY_TASK_ID" ]; then
+	  CUDA_VISIBLE_DEVICES= exec $(PY) extract.py $(FLAGS) $(ARGS) --plan-only
+	fi
+	# what one node compiled the next one of its kind finds, where WORK is shared
+	export TRITON_CACHE_DIR="$${TRITON_CACHE_DIR:-$$(realpath '$(WORK)')/kernels/triton}"
+	export TORCHINDUCTOR_CACHE_DIR="$${TORCHINDUCTOR_CACHE_DIR:-$$(realpath '$(WORK)')/kernels/inductor}"
+	$(PY) warmup.py $(SHAPE) $(ARGS) --if-needed || exit
+	# a lost node's lock outlives it for a while; then exec, so that TERM reaches Python
+	flock -w 300 '$(WORK)'/pids/shard_$$SLURM_ARRAY_TASK_ID.pid true
+	exec $(PY) extract.py $(FLAGS) $(ARGS) --shards-here '$(GPUS)' --shard auto
+	END
+	submit() { sbatch --parsable --requeue --open-mode=append --ntasks=1 --cpus-per-task=4 "$$@" $(SBATCH) '$(WORK)'/slurm.sh; }
+	plan=$$(submit --job-name=hidden-states-plan --output="$$work/logs/plan.log")
+	plan=$${plan%;*}
+	array=$$(submit --job-name=hidden-states --output="$$work/logs/shard_%a.log" --array=0-$$(( $(NODES) * $(GPUS) - 1 )) \
+	  --gpus-per-task=1 --signal=B:TERM@60 --dependency=afterok:$$plan --kill-on-invalid-dep=yes) || { scancel $$plan; exit 2; }
+	echo '{"plan": '$$plan', "array": '$${array%;*}', "shards": '$$(( $(NODES) * $(GPUS) ))'}' >'$(WORK)'/slurm.json
+	echo "Slurm has job $$plan, which plans, then array $${array%;*} of $$(( $(NODES) * $(GPUS) )) shards: make status, make stop"
 
 # ---- look at it
 status:  ## how the run is: a row a shard, what holds it back, the box, one ETA
@@ -161,6 +202,16 @@ snapshot: $(VENV)  ## keep how it looks now (scripts, versions, knobs, logs' end
 # ---- end it, go on, check it
 stop:  ## end the shards with TERM and wait for them: they finish their batch and can go on later
 	@$(RUNNING)
+	if [ -n "$$(queued)" ]; then
+	  echo "asking Slurm's jobs $$jobs to stop"
+	  scancel --state=PENDING $${jobs//,/ } 2>/dev/null || true  # some may be over
+	  scancel --batch --signal=TERM $${jobs//,/ } 2>/dev/null || true  # they drain, however short KillWait is
+	  until [ -z "$$(queued)" ]; do
+	    (( SECONDS < 60 )) || { echo "still queued after 60 s: $$(queued): cancelled"; scancel $${jobs//,/ }; exit 1; }
+	    sleep 1
+	  done
+	  echo 'stopped; the same make slurm goes on'; exit
+	fi
 	pids=$$(running)
 	[ -n "$$pids" ] || { echo 'no shard of $(WORK) is running'; exit 0; }
 	echo "asking $$pids to stop"
@@ -174,7 +225,7 @@ stop:  ## end the shards with TERM and wait for them: they finish their batch an
 
 clean-shm:  ## remove what this run left in staging; markers stay
 	@$(RUNNING)
-	[ -z "$$(running)" ] || { echo "shards of $(WORK) are running (pids $$(running)): make stop first"; exit 2; }
+	[ -z "$$(running)$$(queued)" ] || { echo "shards of $(WORK) are running ($$(running) $$(queued)): make stop first"; exit 2; }
 	[ -f '$(WORK)'/plan/plan.json ] || { echo 'no plan in $(WORK), so nothing of it is in $(STAGE)'; exit 0; }
 	run=$$($(PY) -c 'import json; print(json.load(open("$(WORK)/plan/plan.json"))["fingerprint"])')
 	for f in '$(STAGE)'/$$run/batch_*.safetensors; do
@@ -189,7 +240,7 @@ clean-shm:  ## remove what this run left in staging; markers stay
 restart:  ## the clean restart: stop, clean staging, keep markers, go on
 	@$(MAKE) --no-print-directory stop
 	$(MAKE) --no-print-directory clean-shm
-	$(MAKE) --no-print-directory extract
+	$(MAKE) --no-print-directory $(if $(wildcard $(WORK)/slurm.json),slurm,extract)
 
 reconcile: $(VENV)  ## make the markers agree with one listing of OUT and print the difference; no GPU
 	@CUDA_VISIBLE_DEVICES= $(PY) extract.py $(FLAGS) $(ARGS) --reconcile
@@ -245,6 +296,9 @@ test: $(VENV)  ## the project's tests
 
 drill: $(VENV)  ## minutes of SIGKILLs over a run into a real S3 server, then proof that nothing was lost
 	@$(PY) tests/drill.py $(ARGS)
+
+simulate: $(VENV)  ## minutes: a run of 914,000 samples without a GPU, its plan, brake, listings and status
+	@$(PY) tests/simulate.py $(ARGS)
 
 bench: $(VENV)  ## stages, writing and planning of a tiny model on this CPU
 	@$(PY) tests/bench.py $(ARGS)

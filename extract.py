@@ -66,6 +66,7 @@ class Options:
     stage: str = opt("/dev/shm/hidden-states", "staging directory, best in memory")
     shard: str = opt("0", "number of this shard, from 0; auto: as Slurm, Kubernetes or torchrun number it")
     num_shards: int = opt(1, "shards; shard i takes the batches with batch mod num_shards = i", 1, 10**5)
+    shards_here: int = opt(0, "how many of them share this machine's staging at a time; 0: all", 0, 10**5)
     layers: str = opt("dflash:5", "0-based ids as 1,16,31,46,61, or dflash:N, eagle3, or a drafter's config")
     final: bool = opt(False, "store the last layer's output before the final norm, too")
     save_head: bool = opt(False, "write OUT/head.safetensors, too: embedding, final norm and lm_head")
@@ -820,9 +821,9 @@ def run(o, work, progress, stop):
     if o.save_head:
         warmup.save_head(path, work, output, plan.fingerprint)
     stage.claim(work)
-    if stage.capacity() < 2 * plan.counts["largest"] * o.num_shards:
+    if stage.capacity() < (least := 2 * plan.counts["largest"] * (o.shards_here or o.num_shards)):
         raise Refused(f"--stage {o.stage} has room for {stage.capacity():,} bytes; two batches a shard take "
-                      f"{2 * plan.counts['largest'] * o.num_shards:,}. Use another one, or fewer --tokens")
+                      f"{least:,}. Use another one, fewer --tokens, or say how many --shards-here share it")
     uploads = Uploads(o, plan, work, output, progress, abort)
     progress.planned(plan, mine, uploads)
 
@@ -831,11 +832,12 @@ def run(o, work, progress, stop):
         # RESUME CONTRACT: torn files of ours go, whole ones without marker are uploaded, the rest is computed
         output.clean({KEY.format(batch) for batch in mine})
         done, todo = marked(work), []
+        for file in stage.dir.glob("batch_*"):  # of any shard: on a cluster its next start may be elsewhere
+            file.unlink(missing_ok=True) if int(file.stem[6:]) in done else None
         for batch in mine:
             file = stage.dir / Path(KEY.format(batch)).name
             file.with_suffix(".tmp").unlink(missing_ok=True)
             if batch in done:
-                file.unlink(missing_ok=True)
                 progress.marked(batch, earlier=True)
             elif file.is_file() and file.stat().st_size == plan.layout(batch)[2]:
                 uploads.add(batch, file)

@@ -10,23 +10,27 @@
     python monitor.py --work work --snapshot        keeps status, scripts, versions and curves in snapshots/TIME
 
 It reads plan/plan.json, progress_shard_N.json (the shard's own word, at least every 5 s while it lives) and
-pids/shard_N.pid (the launcher's; without one, as under Slurm, a shard lives while its progress is fresh).
-Pids are reused: one counts only while its process runs extract.py on this very work directory. The curves come
-from metrics.jsonl, to which one of the shards adds a line every 5 s, watched or not; it stays below 2,000.
+pids/shard_N.pid (without one, or of another host, a shard lives while its progress is fresh). Pids are
+reused: one counts only while its process runs extract.py on this very work directory. Where there is a
+slurm.json, of `make slurm`, Slurm is asked, too. The curves come from metrics.jsonl, to which one of the
+shards adds a line every 5 s, watched or not; it stays below 2,000.
 
 --json: sums over all shards (rates: of running ones); `eta_hours`, the slowest shard's, null if unknown;
 `state`: done (every shard is), else running (any is LIVE), else failed (any is BROKEN), else stopped; `box`,
-in bytes; `shards`: each progress file with pid, alive, age_s, condition (new starting running stale
-unreadable done stopped failed refused gone) and message (words, empty when all is well); `summary`, a sentence;
-`bottleneck` (gpu host upload planning, null while unclear) and the `time_spent` that names it: the share of the
-shards' last 10 minutes in the forward pass, copying and writing, waiting for room in staging, getting ready.
+in bytes; `shards`: each progress file with pid, alive, age_s, condition (new pending starting running stale
+unreadable done stopped failed refused gone) and message (words, empty when all is well); `summary`, a
+sentence; `bottleneck` (gpu host upload planning, null while unclear) and the `time_spent` that names it: the
+share of the shards' last 10 minutes in the forward pass, copying and writing, waiting for room in staging, getting ready.
 
 Exit codes: 0; 2 without a work directory; with --follow the worst of the shards' (1, then 2, 3, 0; a vanished
 process counts as 1), or 130 after Ctrl-C, which leaves the shards running.
 """
 import argparse
 import collections
+import contextlib
+import datetime
 import fcntl
+import functools
 import itertools
 import json
 import math
@@ -35,6 +39,7 @@ import re
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -49,7 +54,8 @@ MAX_SHARDS = 4096
 RECORD_S, MAX_POINTS = 5, 2000  # metrics.jsonl: a point so often, so many kept
 WINDOW_S = 600       # the time over which a bottleneck is named
 ASSUMED_RATE = 12_400  # tokens/s of Qwen3.6-27B, layers up to 61, on one H200 (tests/BENCH.md)
-LIVE, BROKEN = ("starting", "running", "stale", "unreadable"), ("failed", "refused", "gone")
+LIVE, BROKEN = ("pending", "starting", "running", "stale", "unreadable"), ("failed", "refused", "gone")
+CALM = ("", "starting", "pending")  # messages that say nothing bad
 ILL = {"failed": "failed", "refused": "was refused", "gone": "is gone", "stale": "is silent",
        "unreadable": "cannot be read"}
 COUNTS = ("processed skipped total batch total_batches tokens uploaded pending_uploads failed_uploads "
@@ -149,7 +155,7 @@ class Progress(threading.Thread):
         self.left = self.host_since = 0  # tokens in batches without a marker; when the host got its batch
         self.now = dict.fromkeys(COUNTS, 0) | {
             "shard": shard, "num_shards": num_shards, "eta_hours": None, "state": "planning",
-            "skipped_by_reason": {}, "exit_code": None, "error": None}
+            "skipped_by_reason": {}, "exit_code": None, "error": None, "host": os.uname().nodename}
         self.recorder = threading.Thread(target=record, args=(work, stage, num_shards), daemon=True)
 
     def run(self):
@@ -295,6 +301,8 @@ def read_shard(work, shard):
     process = process_state(pid, work) if pid else ""
     path = work / f"progress_shard_{shard}.json"
     progress = read_json(path)
+    if (progress or {}).get("host", os.uname().nodename) != os.uname().nodename:  # its pid says nothing here
+        pid = process = None
     s = dict(progress or {}, shard=shard, pid=pid)
     s.update({key: number(s.get(key), 0) for key in COUNTS} | {key: number(s.get(key)) for key in MEASURES})
     state = s["state"] = None if progress is None else clean(s.get("state"))[:20] or "unknown"
@@ -333,6 +341,29 @@ def read_shard(work, shard):
 
 # ---- the run and the box
 
+@functools.lru_cache(1)
+def slurm_jobs(work, _):
+    """{shard, -1 for the plan: {state, reason, node, since (Unix seconds)}} of what Slurm's queue has of a run
+    by `make slurm`. The second argument changes with time, so that it is asked every 10 s at most."""
+    made, jobs = read_json(work / "slurm.json"), {}
+    if made:
+        command = ["squeue", "-hrj", f"{made.get('plan')},{made.get('array')}", "-o%i|%T|%r|%N|%S"]
+        with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):
+            said = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.splitlines()
+            for name, state, reason, node, at in (line.split("|") for line in said):
+                since = datetime.datetime.fromisoformat(at).timestamp() if at != "N/A" else 0
+                jobs[int(name.partition("_")[2] or -1)] = dict(state=state, reason=reason, node=node, since=since)
+    return jobs
+
+
+def with_slurm(s, job):
+    """Adds Slurm's word on a shard: what it queues has no process, and an old progress."""
+    s["slurm"] = job
+    if job and not s["alive"] and (job["state"] != "RUNNING" or (s["updated_at"] or 0) < job["since"]):
+        s["condition"] = s["message"] = "starting" if job["state"] == "RUNNING" else "pending"
+    return s
+
+
 def count_shards(work):
     """--num-shards as the most recently updated progress file has it, else by the file names; 0 for none."""
     newest, highest = (-1, 0), 0
@@ -354,9 +385,14 @@ def totals(shards):
     return out | {"eta_hours": None if not shards or None in etas else max(etas, default=0.0)}
 
 
-def read_run(work, stage, num_shards=None):
+def read_run(work, stage, num_shards=None, jobs=None):
     """The state of every shard, of all together and of the box, as --json prints it."""
-    shards = [read_shard(work, i) for i in range(num_shards or count_shards(work))]
+    planned = number((read_json(work / "slurm.json") or {}).get("shards"), 0)
+    count, jobs = num_shards or max(count_shards(work), int(min(planned, MAX_SHARDS))), jobs or {}
+    shards = [with_slurm(read_shard(work, i), jobs.get(i)) for i in range(count)]
+    tasks = collections.Counter("the plan's " * (i < 0) + job["state"] + (
+        f" on {job['node']}" if job["node"] else f" ({job['reason']})") for i, job in jobs.items())
+    words = "; ".join(f"{what}: {n}" for what, n in tasks.items()) or f"nothing of this run is queued; logs: {work}/logs"
     conditions = {s["condition"] for s in shards}
     state = ("done" if conditions == {"done"} else "running" if conditions & set(LIVE) else
              "failed" if conditions & set(BROKEN) else "stopped")
@@ -366,7 +402,7 @@ def read_run(work, stage, num_shards=None):
     return {"work": str(work), "fingerprint": clean(plan.get("fingerprint")) or None, "state": state,
             "out": clean(plan.get("out")) or None, "num_shards": len(shards),
             "skipped_by_reason": {clean(why): n for why, n in reasons if number(n)}, **totals(shards),
-            "shards": shards, "box": read_box(stage)}
+            "shards": shards, "box": read_box(stage), "slurm": words if planned else None}
 
 
 def read_gpus():
@@ -502,6 +538,12 @@ def time_spent(points, longest=60):
     return {name: round(part / max(seconds, 1e-9), 3) for name, part in spent.items()}, seconds
 
 
+def ended_within(shards):
+    """How far apart shards ended, in words: equal batches on equal GPUs should keep that to a batch."""
+    ends = [s["updated_at"] for s in shards if s["updated_at"]]
+    return f"; shards ended within {span(max(ends) - min(ends))} of each other" if len(ends) > 1 else ""
+
+
 def judged(status, points):
     """Adds `time_spent`, `bottleneck`, `summary` and `worry` (none some much), from the last 10 minutes."""
     newest = points[-1]["t"] if points else 0
@@ -522,26 +564,27 @@ def judged(status, points):
         None: f"nothing is busy half of the time ({model} {share['gpu']}, copying and writing "
               f"{share['host']}): look at CPU system time and the logs"}[name]
     shards, total = status["shards"], status["num_shards"]
-    running = [s for s in shards if s["condition"] == "running"]
+    running, pending = ([s for s in shards if s["condition"] == c] for c in ("running", "pending"))
     wrong = [f"shard {s['shard']} {ILL[s['condition']]}" for s in shards if s["condition"] in ILL]
     if running and not wrong and all(s["state"] == "draining" for s in running):
         name, words = "upload", f"all is computed, {status['pending_uploads']:,} uploads to {output} are left"
     elif seconds < 20:
         words = "too early to name a bottleneck"
     how = ", ".join([f"{len(running)} of {total} shard{'s' * (total != 1)} running",
+                     *[f"{len(pending)} pending in Slurm"] * bool(pending),
                      *wrong[:3], *[f"{len(wrong) - 3} more in trouble"] * (len(wrong) > 3)])
     if not shards:
         tokenizing = process_state(pid_of(Path(status["work"], "pids", ".plan")), status["work"])
         how = "planning: the data is being tokenized" if tokenizing else "no shard has been started here"
     elif status["state"] == "done":
         how = (f"done: {status['processed']:,} samples in {status['batch']:,} batches, all in {output}; "
-               f"{status['skipped']:,} skipped")
+               f"{status['skipped']:,} skipped" + ended_within(shards))
     elif running:
         how += f"{';' if wrong else ','} {words}"
     elif status["state"] in ("stopped", "failed"):
         how = "not running: " + ", ".join(
             f"{n} {c}" for c, n in collections.Counter(s["condition"] for s in shards).items()
-        ) + "; the same make extract goes on"
+        ) + f"; the same make {'slurm' if status.get('slurm') else 'extract'} goes on"
     worry = "much" if wrong else "some" if status["state"] == "stopped" or name == "upload" else "none"
     return status | {"time_spent": spent, "bottleneck": name if running else None, "worry": worry,
                      "summary": how[0].upper() + how[1:]}
@@ -550,7 +593,8 @@ def judged(status, points):
 def look(args, last_bytes=1 << 20):
     """A status with its judgement, and the history it comes from."""
     points = history(Path(args.work), last_bytes)
-    return judged(read_run(Path(args.work), args.stage, args.num_shards), points), points
+    jobs = slurm_jobs(Path(args.work), time.monotonic() // 10)
+    return judged(read_run(Path(args.work), args.stage, args.num_shards, jobs), points), points
 
 
 # ---- words and figures for people
@@ -625,10 +669,11 @@ def texts(status):
                 f"batches {status['batch']:,}/{status['total_batches']:,} | "
                 f"{status['staged_bytes'] / 1e9:,.1f} GB staged | ETA {span(status['eta_hours'], 3600)}")
     problems = [f"shard {s['shard']}: {problem(status['work'], s)}" for s in status["shards"]
-                if s["message"] not in ("", "starting", "not started")]
+                if s["message"] not in (*CALM, "not started")]
     if not status["shards"]:
         problems = [f"no shard has been started here: {START}"]
     return [headline, status["summary"]], problems, [
+        *([f"Slurm   {status['slurm']}"] if status.get("slurm") else []),
         *(f"GPU {gpu['index']}   {gpu['name'] or 'unnamed'}   busy "
           f"{'—' if gpu['utilisation_percent'] is None else gpu['utilisation_percent']} %   "
           f"{gigabytes(gpu['memory_used'], gpu['memory_total'])}" for gpu in box["gpus"]),
@@ -652,7 +697,7 @@ def terminal(status, width):
                          min_width=8 if name == "state" else None)
     *cells, total = rows(status)
     for s, row in zip(status["shards"], cells):  # as Text: a message may hold what rich takes for markup
-        style = "green" if s["condition"] == "done" else "red" if s["message"] not in ("", "starting") else ""
+        style = "green" if s["condition"] == "done" else "red" if s["message"] not in CALM else ""
         table.add_row(*(Text(row[i]) for i in shown), style=style, end_section=s is status["shards"][-1])
     table.add_row(*(Text(total[i]) for i in shown), style="bold")
     (headline, summary), problems, box_lines = texts(status)
@@ -709,7 +754,6 @@ def curves(points):
 
 def plot(points, path):
     """The curves as a picture, its kind by the ending of its name."""
-    import datetime
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -938,7 +982,7 @@ def web(args):
                             cells.append((line, [ui.label().props(f"data-name='{name}'") for name in names]))
                 chosen.set_options([*range(max(1, status["num_shards"]))])
             for s, row, (line, labels) in zip([*status["shards"], status], shown, cells):
-                wrong = s.get("message") not in (None, "", "starting")
+                wrong = s.get("message") not in (None, *CALM)
                 kind = " bad" if wrong else " waits" if s.get("state") == "waiting_for_room" else ""
                 line.classes(replace="shard" + kind + " all" * (s is status)).style(f"--part: {percent(s)}%")
                 for label, text in zip(labels, row):
@@ -1063,6 +1107,7 @@ def follow(args, work, console, live):
     for s, code in zip(shards, codes):
         why = f": {problem(work, s)}" if code else ""
         print(f"shard {s['shard']} exited {code} ({names.get(code, 'failed')}){why}")
+    print(f"all are done{ended_within(shards)}") if not any(codes) else None
     worst = min((code if code in names else 1 for code in codes), key=(1, 2, 3, 0).index)
     if worst:
         print("next: " + ("" if worst == 3 else "mend what the lines above name, then ") +

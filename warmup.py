@@ -94,8 +94,12 @@ def own_shard(o):
                          ("JOB_COMPLETION_INDEX", ""), ("RANK", "WORLD_SIZE")):
         if o.shard == "auto" and env(index):
             o.shard, o.num_shards = env(index), env(count) or o.num_shards
+            if index == "SLURM_ARRAY_TASK_ID" and o.shard.isdecimal():  # an array may be 1-8, or 0-14:2
+                first, step = (int(env(f"SLURM_ARRAY_TASK_{x}", d)) for x, d in (("MIN", 0), ("STEP", 1)))
+                o.shard = str((int(o.shard) - first) // step)
     if not (o.shard.isdecimal() and str(o.num_shards).isdecimal() and int(o.shard) < int(o.num_shards)):
-        raise Refused(f"--shard {o.shard} of {o.num_shards}: give one below it, or auto under a scheduler")
+        raise Refused(f"--shard {o.shard} of {o.num_shards}: give one below it, or auto under a scheduler: an array of "
+                      "Slurm without gaps, torchrun, a Kubernetes Indexed Job with --num-shards beside it")
     o.shard, o.num_shards = int(o.shard), int(o.num_shards)
 
 
@@ -607,10 +611,22 @@ def identity(o, path):
     return kept
 
 
+def report_of(work, fingerprint):
+    """What warm-up found in WORK for this model and shape on this kind of node; {} where it has not run."""
+    reports = (read_json(work / name) or {} for name in (f"warmup_{fingerprint}.json", "warmup.json"))
+    return next((report for report in reports if report.get("fingerprint") == fingerprint), {})
+
+
+def keep(work, report):
+    """Under its own name, too: nodes of two kinds, each with its report, may share a WORK."""
+    for name in (f"warmup_{report['fingerprint']}.json", "warmup.json"):
+        write_atomic(work / name, json.dumps(report, indent=1))
+
+
 def found_forward_tokens(o, work, path):
     """--forward-tokens auto -> what warm-up found for this model, shape and box. Raises Refused."""
-    report = read_json(work / "warmup.json") or {}
-    if report.get("fingerprint") != identity(o, path)["fingerprint"]:
+    report = report_of(work, identity(o, path)["fingerprint"])
+    if not report:
         raise Refused(f"--forward-tokens auto: no warm-up in {work} fits this model, shape and box. Run "
                       "warmup.py (`make warmup`) with the same flags first")
     return report["found_forward_tokens"]
@@ -674,15 +690,15 @@ def second(o, work):
     if missed or counters["inductor"]["fxgraph_cache_miss"]:
         say("WARNING: a second process compiled again, so every shard will. Are TRITON_CACHE_DIR and "
             "TORCHINDUCTOR_CACHE_DIR kept between processes?")
-    write_atomic(work / "warmup.json", json.dumps(report, indent=1))
+    keep(work, report)
     return report
 
 
 def warm(o, work):
     """Loads, compiles, proves, times. Returns the report. Raises Refused or Failed."""
     path = model_directory(o.model)
-    kept, before = identity(o, path), read_json(work / "warmup.json") or {}
-    if o.if_needed and before.get("fingerprint") == kept["fingerprint"]:
+    kept = identity(o, path)
+    if o.if_needed and (before := report_of(work, kept["fingerprint"])):
         say(f"warm already, see {work / 'warmup.json'}")
         return before
     for name, value in kept["environment"].items():
@@ -714,7 +730,7 @@ def warm(o, work):
         if sum(lengths) > o.tokens // 2:
             kept["tokens_per_sec"] = round(sum(lengths) / hot, 1)
     kept["peak_gpu_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2) if extractor.cuda else None
-    write_atomic(work / "warmup.json", json.dumps(kept, indent=1))
+    keep(work, kept)
     return kept
 
 

@@ -540,6 +540,44 @@ def test_machines_without_a_shared_disk_complete_one_output(new, place, plain):
     assert json.loads((run.out / "manifest.json").read_text())["complete"] is True
 
 
+@pytest.fixture(scope="module")
+def migrated(new, place, s3):
+    """A machine with two shards dies in the middle; another one, with WORK and staging of its own, goes on as one."""
+    where = {"out": "s3://bucket/migrated", "env": s3.environ()}
+    first, run = (new(place.chat, args=args, **where) for args in (["--upload-mbps", "0.6"], []))
+    processes = [first.start(shard=i, of=2) for i in (0, 1)]
+    until(lambda: len(first.markers()) > 1 and first.staged(), processes[0])
+    for process in [process for p in processes for process in (*children(p), p)]:
+        process.kill()
+    run.files = s3.directory / "bucket/migrated"
+    run.before = {f.name: f.stat().st_mtime_ns for f in (run.files / "batches").iterdir()}
+    run.code = run.run("--resume-from-output")
+    return run
+
+
+def test_a_run_begun_on_a_machine_that_died_ends_on_another_as_if_undisturbed(migrated, plain):
+    assert migrated.code == 0 and objects(migrated.files) == plain["chat"], migrated.log()
+    assert json.loads((migrated.files / "manifest.json").read_text())["complete"] is True
+
+
+def test_the_other_machine_computes_only_what_is_not_in_out(migrated):
+    assert 1 < len(migrated.before) < 11 and f"{len(migrated.before)} were done, 0 staged" in migrated.log()
+    now = {f.name: f.stat().st_mtime_ns for f in (migrated.files / "batches").iterdir()}
+    assert migrated.before.items() <= now.items()
+
+
+def test_staged_files_of_batches_done_elsewhere_are_removed(new, whole, place):
+    run = copy(new(place.chat), whole.out)
+    fingerprint = json.loads((whole.out / "manifest.json").read_text())["fingerprint"]
+    (run.stage / fingerprint).mkdir()
+    for name in ("batch_000001.safetensors", "batch_000001.json", "batch_000003.tmp"):
+        (run.stage / fingerprint / name).write_text("of a task that now runs on another node")
+    for batch in (2, 7):
+        (run.out / f"batches/batch_{batch:06d}.safetensors").unlink()
+    assert run.run("--reconcile") == 0 and run.run(shard=0, of=2) == 0, run.log()
+    assert [f.name for f in run.stage.glob("*/batch_*")] == []
+
+
 FAKE = """#!/bin/sh
 echo "$*" >>{folder}/args
 exec {aws} "$@"

@@ -200,6 +200,64 @@ def test_garbage_for_progress_is_said(run, text):
     assert "progress_shard_0.json is not a JSON object" in run.table()
 
 
+def test_a_pid_of_another_host_proves_nothing(run):
+    run.dead_pid(0)
+    run.progress(0, host="node7")
+    s = run.json()["shards"][0]
+    assert (s["condition"], s["pid"], s["alive"]) == ("running", None, True)
+
+
+@pytest.fixture
+def queue(run, monkeypatch):
+    """queue(lines): what `squeue` says of an array of three shards."""
+    (run.work / "slurm.json").write_text('{"plan": 1, "array": 2, "shards": 3}')
+    monkeypatch.setenv("PATH", f"{run.folder}:{os.environ['PATH']}")
+
+    def says(*lines):
+        text = "\n".join(lines)
+        (run.folder / "squeue").write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+        (run.folder / "squeue").chmod(0o755)
+    return says
+
+
+def at(seconds):
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + seconds))
+
+
+def test_shards_that_slurm_queues_are_pending(run, queue):
+    queue("1|RUNNING|None|node1|" + at(-5), *(f"2_{i}|PENDING|Dependency||N/A" for i in range(3)))
+    found = run.json()
+    assert [s["condition"] for s in found["shards"]] == ["pending"] * 3 and found["state"] == "running"
+    assert "the plan's RUNNING on node1: 1; PENDING (Dependency): 3" in run.table()
+
+
+def test_a_requeued_shard_is_starting_until_its_progress_is_of_this_start(run, queue):
+    queue(*(f"2_{i}|RUNNING|None|node{i}|" + at(-5) for i in range(3)))
+    run.progress(0, 3, host="a", updated_at=time.time() - 60)
+    run.progress(1, 3, host="b", state="stopped", exit_code=3, updated_at=time.time() - 60)
+    run.progress(2, 3, host="c")
+    assert [s["condition"] for s in run.json()["shards"]] == ["starting", "starting", "running"]
+
+
+def test_a_shard_that_ended_in_this_start_is_what_it_says_whatever_slurm_says(run, queue):
+    queue("2_0|RUNNING|None|node1|" + at(-60))
+    run.progress(0, 3, state="failed", exit_code=1, error="no more", host="a")
+    assert run.json()["shards"][0]["condition"] == "failed"
+
+
+def test_a_slurm_that_cannot_be_asked_hides_nothing(run, queue):
+    queue("slurm_load_jobs error: Unable to contact slurm controller")
+    run.progress(0, 3, host="a")
+    found = run.monitor("--json")
+    assert found.returncode == 0 and json.loads(found.stdout)["shards"][0]["condition"] == "running", found.stderr
+
+
+def test_a_run_that_is_done_says_how_far_apart_its_shards_ended(run):
+    for shard, ago in ((0, 100), (1, 58)):
+        run.progress(shard, 2, state="done", exit_code=0, updated_at=time.time() - ago)
+    assert "shards ended within 42 s of each other" in run.json()["summary"]
+
+
 def test_garbage_for_a_pid_is_no_pid(run):
     run.progress(0), run.pid(0, "99\n\xffx" + "9" * 5000)
     assert only(run.json())["pid"] is None

@@ -631,6 +631,8 @@ def test_a_shard_out_of_range_is_refused(shard, monkeypatch):
 
 @pytest.mark.parametrize("variables, expected", [
     ({"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8", "SLURM_PROCID": "0"}, (3, 8)),
+    ({"SLURM_ARRAY_TASK_ID": "8", "SLURM_ARRAY_TASK_COUNT": "8", "SLURM_ARRAY_TASK_MIN": "1"}, (7, 8)),
+    ({"SLURM_ARRAY_TASK_ID": "14", "SLURM_ARRAY_TASK_COUNT": "8", "SLURM_ARRAY_TASK_STEP": "2"}, (7, 8)),
     ({"SLURM_PROCID": "2", "SLURM_NTASKS": "5"}, (2, 5)), ({"JOB_COMPLETION_INDEX": "1"}, (1, 4)),
     ({"RANK": "6", "WORLD_SIZE": "7"}, (6, 7))])
 def test_shard_auto_comes_from_the_scheduler(variables, expected, monkeypatch):
@@ -641,7 +643,9 @@ def test_shard_auto_comes_from_the_scheduler(variables, expected, monkeypatch):
     assert (o.shard, o.num_shards) == expected
 
 
-@pytest.mark.parametrize("variables", [{"RANK": "x"}, {"RANK": "1", "WORLD_SIZE": "many"}])
+@pytest.mark.parametrize("variables", [
+    {"RANK": "x"}, {"RANK": "1", "WORLD_SIZE": "many"}, {"JOB_COMPLETION_INDEX": "4"},
+    {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_MIN": "3", "SLURM_ARRAY_TASK_COUNT": "2"}])
 def test_a_scheduler_s_nonsense_is_refused(variables, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
