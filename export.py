@@ -45,7 +45,7 @@ PASSED = Counter()  # fault points
 def fault(point):
     """A step of the commit order; EXTRACT_FAULT=marked:3 kills the process at its third pass of that step.
 
-    Steps: written, renamed, uploading (a pass every 0.05 s), uploaded, marked. For drills; unset, it is nothing.
+    Steps: written, renamed, uploading (a pass every 0.05 s), uploaded, marked. Unset, it is nothing.
     """
     name, _, count = os.environ.get("EXTRACT_FAULT", "").partition(":")
     PASSED[point] += 1

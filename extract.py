@@ -480,8 +480,8 @@ def get_plan(o, work, path, output):
         current = of == str(output) and old["fingerprint"] == known["fingerprint"]
         if begun and (of != str(output) or not there and not o.plan_only) and not (
                 o.reconcile or o.resume_from_output):
-            raise Refused(f"WORK {work} has markers of {of}, and {output} holds {'a' if there else 'no'} run: use "
-                          "another WORK, or let `make reconcile` make the markers anew from what OUT holds")
+            raise Refused(f"WORK {work} has markers of {of}, {output} holds {'a' if there else 'no'} run: use "
+                          "another WORK, or let `make reconcile` make markers anew from what OUT holds")
         try:
             shared = current and not o.reconcile
             fcntl.flock(in_use, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -707,7 +707,7 @@ def write_batch(o, plan, stage, uploads, progress, stop, batch, slot, too_large)
         f.writelines((header, *(raw(arrays[name]) for name in names)))
         if f.tell() != total:
             raise Failed(f"batch {batch}: {f.tell():,} bytes, {total:,} were planned")
-        os.fsync(f.flush() or f.fileno())  # where STAGE is a disk: its room outlives a power cut, as bytes must
+        os.fsync(f.flush() or f.fileno())  # its room on a disk outlives a power cut: so must its bytes
     fault("written")
     os.replace(path.with_suffix(".tmp"), path)
     progress.wrote()

@@ -7,7 +7,7 @@
     python monitor.py --follow --num-shards 4       progress until the shards end, then their worst exit code
     python monitor.py --work work --web             a page with curves, and /metrics for Prometheus
     python monitor.py --work work --plot run.png    the curves as a picture
-    python monitor.py --work work --snapshot        keeps status, scripts, versions and curves in snapshots/TIME
+    python monitor.py --work work --snapshot        keeps status, scripts, versions, curves in snapshots/TIME
 
 It reads plan/plan.json, progress_shard_N.json (the shard's own word, at least every 5 s while it lives) and
 pids/shard_N.pid (without one, or of another host, a shard lives while its progress is fresh). Pids are
@@ -20,7 +20,8 @@ shards adds a line every 5 s, watched or not; it stays below 2,000.
 in bytes; `shards`: each progress file with pid, alive, age_s, condition (new pending starting running stale
 unreadable done stopped failed refused gone) and message (words, empty when all is well); `summary`, a
 sentence; `bottleneck` (gpu host upload planning, null while unclear) and the `time_spent` that names it: the
-share of the shards' last 10 minutes in the forward pass, copying and writing, waiting for room in staging, getting ready.
+share of the shards' last 10 minutes in the forward pass, copying and writing, waiting for room in staging,
+getting ready.
 
 Exit codes: 0; 2 without a work directory; with --follow the worst of the shards' (1, then 2, 3, 0; a vanished
 process counts as 1), or 130 after Ctrl-C, which leaves the shards running.
@@ -93,7 +94,7 @@ def say(text):
     """A line for the log; a full disk under it ends no run."""
     try:
         sys.stdout.flush()
-        os.write(1, f"[{time.strftime('%H:%M:%S')}] {text}\n".encode(errors="replace"))  # leaves nothing behind
+        os.write(1, f"[{time.strftime('%H:%M:%S')}] {text}\n".encode(errors="replace"))
     except OSError:
         pass
 
@@ -343,8 +344,8 @@ def read_shard(work, shard):
 
 @functools.lru_cache(1)
 def slurm_jobs(work, _):
-    """{shard, -1 for the plan: {state, reason, node, since (Unix seconds)}} of what Slurm's queue has of a run
-    by `make slurm`. The second argument changes with time, so that it is asked every 10 s at most."""
+    """{shard, -1 for the plan: {state, reason, node, since (Unix seconds)}} of what Slurm's queue has of a
+    run by `make slurm`. The second argument changes with time, so that it is asked every 10 s at most."""
     made, jobs = read_json(work / "slurm.json"), {}
     if made:
         command = ["squeue", "-hrj", f"{made.get('plan')},{made.get('array')}", "-o%i|%T|%r|%N|%S"]
@@ -352,7 +353,8 @@ def slurm_jobs(work, _):
             said = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.splitlines()
             for name, state, reason, node, at in (line.split("|") for line in said):
                 since = datetime.datetime.fromisoformat(at).timestamp() if at != "N/A" else 0
-                jobs[int(name.partition("_")[2] or -1)] = dict(state=state, reason=reason, node=node, since=since)
+                jobs[int(name.partition("_")[2] or -1)] = dict(
+                    state=state, reason=reason, node=node, since=since)
     return jobs
 
 
@@ -392,7 +394,8 @@ def read_run(work, stage, num_shards=None, jobs=None):
     shards = [with_slurm(read_shard(work, i), jobs.get(i)) for i in range(count)]
     tasks = collections.Counter("the plan's " * (i < 0) + job["state"] + (
         f" on {job['node']}" if job["node"] else f" ({job['reason']})") for i, job in jobs.items())
-    words = "; ".join(f"{what}: {n}" for what, n in tasks.items()) or f"nothing of this run is queued; logs: {work}/logs"
+    words = "; ".join(f"{what}: {n}" for what, n in tasks.items())
+    words = words or f"nothing of this run is queued; logs: {work}/logs"
     conditions = {s["condition"] for s in shards}
     state = ("done" if conditions == {"done"} else "running" if conditions & set(LIVE) else
              "failed" if conditions & set(BROKEN) else "stopped")
@@ -426,7 +429,7 @@ def read_gpus():
 
 
 def cpu_percent(seconds=0.1):
-    """(user, system) of all cores; psutil's own cpu_times_percent is too low over less than a second of CPU."""
+    """(user, system) of all cores. psutil's own is too low where it sees less than a second of CPU."""
     before = psutil.cpu_times()
     time.sleep(seconds)
     spent = {name: b - a for name, a, b in zip(before._fields, before, psutil.cpu_times())

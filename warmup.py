@@ -98,8 +98,8 @@ def own_shard(o):
                 first, step = (int(env(f"SLURM_ARRAY_TASK_{x}", d)) for x, d in (("MIN", 0), ("STEP", 1)))
                 o.shard = str((int(o.shard) - first) // step)
     if not (o.shard.isdecimal() and str(o.num_shards).isdecimal() and int(o.shard) < int(o.num_shards)):
-        raise Refused(f"--shard {o.shard} of {o.num_shards}: give one below it, or auto under a scheduler: an array of "
-                      "Slurm without gaps, torchrun, a Kubernetes Indexed Job with --num-shards beside it")
+        raise Refused(f"--shard {o.shard} of {o.num_shards}: give one below it, or auto under a scheduler: "
+                      "a Slurm array without gaps, torchrun, a Kubernetes Indexed Job with --num-shards beside it")
     o.shard, o.num_shards = int(o.shard), int(o.num_shards)
 
 
@@ -153,7 +153,7 @@ def model_directory(name):
 
 
 def text_config(path, compute=None):
-    """The text part of a model's config; with `compute`, --compute-dtype is looked at, too. Raises Refused."""
+    """The text part of a model's config; with `compute`, --compute-dtype is checked, too. Raises Refused."""
     from transformers import AutoConfig
     try:
         config = AutoConfig.from_pretrained(path)
@@ -246,8 +246,8 @@ def layer_ids(rule, depth):
         ids = [1, depth // 2 - 1, depth - 4] if not n else [depth // 2] if n == 1 else [
             round(1 + i * (depth - 4) / (n - 1)) for i in range(n)]
     if not ids or n > depth or not all(type(i) is int and 0 <= i < depth for i in ids):
-        raise Refused(f"--layers {rule} gives {ids[:9] or 'no ids'}: the model has layers 0 to {depth - 1}. Give "
-                      "ids as 1,16,31, a rule (dflash:5, eagle3), or a drafter config with target_layer_ids")
+        raise Refused(f"--layers {rule} gives {ids[:9] or 'no ids'}: the model has layers 0 to {depth - 1}. "
+                      "Give ids as 1,16,31, a rule (dflash:5, eagle3), or a drafter's config with ids")
     return ids
 
 
@@ -270,8 +270,8 @@ def determined_by(o, path, data, layers, final):
     template = template or [settings.pop("chat_template", None)]
     if "strftime_now" in str(template) and "date_string" not in o.template_args:
         today = json.dumps({"date_string": time.strftime("%d %b %Y")})
-        say("the chat template writes today's date: planned anew on another day, samples differ. Where it knows "
-            f"that name, fix it with --template-args '{today}'")
+        say("the chat template writes today's date: planned anew on another day, samples differ. Where it "
+            f"knows that name, fix it with --template-args '{today}'")
     tokenizer = [f.read_bytes() for f in sorted([*path.glob("tokenizer.*"), *path.glob("vocab.*")])]
     same = "dtype compute_dtype tokens max_len overlong min_len min_supervised template_args".split()
     return {"weights": sha(*model_parts(path)), "tokenizer": sha(compact(settings), *tokenizer),
@@ -281,7 +281,7 @@ def determined_by(o, path, data, layers, final):
 
 # --------------------------------------------------------------------------------------------------- the data
 def data_files(data, but=()):
-    """--data -> its files in order, all of one kind; not those below the directories `but`. Raises Refused."""
+    """--data -> its files in order, all of one kind; none below the directories `but`. Raises Refused."""
     but = [place for place in (Path(name).resolve() for name in but) if data.resolve() in place.parents]
     splits, state = (read_json(data / name) or {} for name in ("dataset_dict.json", "state.json"))
     if splits.get("splits"):
