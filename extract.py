@@ -480,8 +480,8 @@ def get_plan(o, work, path, output):
         current = of == str(output) and old["fingerprint"] == known["fingerprint"]
         if begun and (of != str(output) or not there and not o.plan_only) and not (
                 o.reconcile or o.resume_from_output):
-            raise Refused(f"WORK {work} has markers of {of}, {output} holds {'a' if there else 'no'} run: use "
-                          "another WORK, or let `make reconcile` make markers anew from what OUT holds")
+            raise Refused(f"WORK {work} has markers of {of}, {output} holds {'a' if there else 'no'} run: "
+                          "use another WORK, or let `make reconcile` make markers anew from what OUT holds")
         try:
             shared = current and not o.reconcile
             fcntl.flock(in_use, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)

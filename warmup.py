@@ -99,7 +99,7 @@ def own_shard(o):
                 o.shard = str((int(o.shard) - first) // step)
     if not (o.shard.isdecimal() and str(o.num_shards).isdecimal() and int(o.shard) < int(o.num_shards)):
         raise Refused(f"--shard {o.shard} of {o.num_shards}: give one below it, or auto under a scheduler: "
-                      "a Slurm array without gaps, torchrun, a Kubernetes Indexed Job with --num-shards beside it")
+                      "a Slurm array without gaps, torchrun, a Kubernetes Indexed Job with --num-shards")
     o.shard, o.num_shards = int(o.shard), int(o.num_shards)
 
 
