@@ -326,7 +326,7 @@ def tiny_llama(path, **more):
 
 
 def save_head(model, folder):
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     warmup.save_head(model, folder, export.open_output(str(folder / "out")), "f")
     return load_file(folder / "out/head.safetensors")
 
@@ -336,6 +336,13 @@ def test_head_of_tied_weights_has_the_embedding_twice(tmp_path):
     head = save_head(tmp_path / "model", tmp_path / "w")
     assert head["lm_head.weight"].equal(model.lm_head.weight)
     assert head["model.embed_tokens.weight"].equal(model.lm_head.weight)
+
+
+def test_head_that_is_gone_from_out_is_written_again(tmp_path):
+    tiny_llama(tmp_path / "model")
+    save_head(tmp_path / "model", tmp_path / "w")
+    (tmp_path / "w/out/head.safetensors").unlink()
+    assert "lm_head.weight" in save_head(tmp_path / "model", tmp_path / "w")
 
 
 def test_head_that_the_checkpoint_lacks_is_a_failure(tmp_path):

@@ -208,8 +208,12 @@ class Trouble:
     def no_bucket(self):
         """The bucket is gone when the first upload begins; later it is there again."""
         self.s3.make_bucket("fleeting")
-        run, away = self.into("run", bucket="fleeting"), self.s3.directory.parent / "away"
-        run.link.on(run.put, lambda: os.rename(self.s3.directory / "fleeting", away))
+        run, away = self.into("run", bucket="fleeting", args=["--uploads", 1]), self.s3.directory.parent / "away"
+
+        def vanish():
+            os.rename(self.s3.directory / "fleeting", away)
+            time.sleep(2)  # the server looks at its directories every second
+        run.link.on(run.put, vanish)
         run.first_code = run.run()
         run.first, run.first_log, run.left = run.progress(), run.log(), len(run.staged())
         shutil.rmtree(self.s3.directory / "fleeting", ignore_errors=True)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import monitor
+
 MONITOR = Path(__file__).resolve().parent.parent / "monitor.py"
 DUMMY = "import time; print('up', flush=True); time.sleep(300)"
 
@@ -537,3 +539,14 @@ def test_ctrl_c_leaves_the_shards_running(run):
     follow.send_signal(signal.SIGINT)
     words = follow.communicate(timeout=30)[0]
     assert "make stop" in words and follow.returncode == 130 and shard.poll() is None
+
+
+def test_cpu_use_is_that_of_all_cores():
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count())]
+    try:
+        time.sleep(1)
+        assert 60 < sum(monitor.cpu_percent()) <= 100.2
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()

@@ -56,8 +56,9 @@ class Page:
 
     def __enter__(self):
         environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}  # it would act on it
-        self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                        env=environ)
+        self.process = subprocess.Popen(  # with Ctrl-C as a terminal has it, whatever started the tests
+            self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
         until(self.answers, 60, "the page answers")
         return self
 
@@ -434,6 +435,12 @@ def test_a_foreign_name_for_loopback_is_refused(served):
 def test_a_page_that_cannot_be_is_refused(run, args, words):
     refused = run.monitor("--web", *args)
     assert refused.returncode == 2 and words in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_ctrl_c_ends_the_page_in_order(run):
+    with Page(run.work) as page:
+        pass
+    assert page.process.returncode == 0 and "Traceback" not in page.said, page.said
 
 
 def test_a_port_in_use_is_refused(run):
