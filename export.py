@@ -139,15 +139,14 @@ def open_output(out, config=None, abort=None, mbps=0.0):
     """
     if re.match(r"[A-Za-z][\w+.-]*:/", out) and not re.match("s3://[^/]", out):
         raise OutputError("it is neither s3://bucket/prefix nor a local directory")
-    abort = abort or threading.Event()
-    return S3(out, config, abort, mbps) if out.startswith("s3://") else Local(out, abort)
+    return S3(out, config, abort or threading.Event(), mbps) if out.startswith("s3://") else Local(out, abort)
 
 
 class Local:
     """OUT as a local directory; every file appears whole, by rename."""
 
-    def __init__(self, out, abort):
-        self.root, self.abort = Path(out).expanduser().resolve(), abort
+    def __init__(self, out, abort=None):
+        self.root, self.abort = Path(out).expanduser().resolve(), abort or threading.Event()
 
     def __str__(self):
         return str(self.root)
