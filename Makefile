@@ -163,6 +163,7 @@ slurm: $(VENV)  ## the same as a job array of Slurm: a job that plans, then NODE
 	# what one node compiled the next one of its kind finds, where WORK is shared
 	export TRITON_CACHE_DIR="$${TRITON_CACHE_DIR:-$$(realpath '$(WORK)')/kernels/triton}"
 	export TORCHINDUCTOR_CACHE_DIR="$${TORCHINDUCTOR_CACHE_DIR:-$$(realpath '$(WORK)')/kernels/inductor}"
+	export TILELANG_CACHE_DIR="$${TILELANG_CACHE_DIR:-$$(realpath '$(WORK)')/kernels/tilelang}"
 	$(PY) warmup.py $(SHAPE) $(ARGS) --if-needed || exit
 	# a lost node's lock outlives it for a while; then exec, so that TERM reaches Python
 	flock -w 300 '$(WORK)'/pids/shard_$$SLURM_ARRAY_TASK_ID.pid true

@@ -36,6 +36,8 @@ import torch.nn.functional as F
 
 from monitor import read_json, say, write_atomic
 
+os.environ.setdefault("FLA_FLASH_QLA", "0")  # transformers' own path, the measure of ours, stays FLA's Triton
+
 try:
     from torch.nn.attention.varlen import varlen_attn
     VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.13 has it, 2.11 has not
@@ -321,7 +323,9 @@ def table_rows(f, parquet):
 
 
 # ------------------------------------------------------------------------------------------------ the kernels
-PACKED = SimpleNamespace(cu=None, cpu=None)  # bounds of the sequences in the row under way
+PACKED = SimpleNamespace(cu=None, cpu=None, flash_qla=False)  # bounds of the sequences in the row under way
+LONG = 256  # tokens of a sequence, on average, from which on FlashQLA is the faster one
+RULES = {True: "FlashQLA (TileLang), FLA (Triton) for rows of short samples", False: "FLA (Triton)"}
 HARMLESS = {"position_ids", "cache_position", "use_cache", "cu_seq_lens_k", "max_length_k", "is_causal",
             "packed_at"}  # keywords of an attention function that change nothing here
 
@@ -332,6 +336,9 @@ def packing(cu, cpu, longest, positions):
     longest sequence and positions [1, T] these are; gives the keywords for its call. FLA caches by the
     identity of `cu`: it must be a fresh tensor for every row."""
     PACKED.cu, PACKED.cpu = cu, cpu
+    if PACKED.flash_qla:
+        from flash_qla.utils.index import prepare_varlen_metadata
+        prepare_varlen_metadata(cu, cpu)  # else it waits for the GPU to read the bounds
     if cu.is_cuda:
         torch._dynamo.maybe_mark_dynamic(cu, 0)
     try:
@@ -403,15 +410,30 @@ def slow_kernels(config):
     return None
 
 
-@torch.library.custom_op("hidden_states::delta_rule", mutates_args=())
-def delta_rule_by_fla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-                      l2norm: bool) -> torch.Tensor:
-    """FLA's delta rule as one operation of the compiled layer: a graph break would cost copies around it."""
+def rule_by_fla(q, k, v, g, beta, l2norm):
     return fast_kernels()(q, k, v, g, beta, use_qk_l2norm_in_kernel=l2norm, cu_seqlens=PACKED.cu,
                           cu_seqlens_cpu=PACKED.cpu)[0]
 
 
-delta_rule_by_fla.register_fake(lambda q, k, v, *_: torch.empty_like(v))
+def rule_by_flash_qla(q, k, v, g, beta, l2norm):
+    from fla.modules.norm.l2norm import l2norm_fwd
+    from flash_qla import chunk_gated_delta_rule
+    q, k = (l2norm_fwd(q)[0], l2norm_fwd(k)[0]) if l2norm else (q, k)
+    return chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=PACKED.cu, auto_cp=False)[0]
+
+
+@torch.library.custom_op("hidden_states::delta_rule", mutates_args=())
+def delta_rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+               l2norm: bool) -> torch.Tensor:
+    """The delta rule as one operation of the compiled layer: a graph break would cost copies around it.
+
+    FlashQLA takes half of FLA's time where it runs, but twice as long for rows of very short samples.
+    """
+    long = PACKED.flash_qla and LONG * (len(PACKED.cu) - 1) <= q.shape[1]
+    return (rule_by_flash_qla if long else rule_by_fla)(q, k, v, g, beta, l2norm)
+
+
+delta_rule.register_fake(lambda q, k, v, *_: torch.empty_like(v))
 
 
 def packed_rule(plain, fast):
@@ -427,8 +449,8 @@ def packed_rule(plain, fast):
             return plain(q, k, v, g=g, beta=beta, **more)
         if fast:  # contiguous here, where the compiler makes it part of the convolution, and not in FLA,
             # which takes fewer key than value heads as they are
-            return delta_rule_by_fla(q.contiguous(), k.contiguous(), v.contiguous(), g, beta,
-                                     use_qk_l2norm_in_kernel), None
+            return delta_rule(q.contiguous(), k.contiguous(), v.contiguous(), g, beta,
+                              use_qk_l2norm_in_kernel), None
         return by_sequence(q, k, v, g, beta, **more)
     return rule
 
@@ -467,7 +489,7 @@ def swap_kernels(decoder):
     used = {"attention": "varlen_attn (flash)" if flash else "torch sdpa, sequence by sequence"}
     module, fast = sys.modules[type(decoder.layers[0]).__module__], fast_kernels() if half else None
     for name, make, how in (("torch_chunk_gated_delta_rule", packed_rule,
-                             "FLA (Triton)" if fast else "torch, sequence by sequence"),
+                             RULES[PACKED.flash_qla] if fast else "torch, sequence by sequence"),
                             ("causal_conv1d_fn", packed_conv, "torch, all sequences at once")):
         if plain := getattr(module, name, None):
             plain = getattr(plain, "plain", plain)  # a second model in one process
@@ -483,33 +505,53 @@ def swap_kernels(decoder):
     return used
 
 
-def compile_layers(decoder, tokens):
-    """Compiles each layer's forward, not the model's, so that hooks stay outside of the graphs; for rows of
-    many tokens its pointwise kernels are tuned, too, which takes half a minute once."""
+def compile_layers(decoder):
+    """Compiles each layer's forward, not the model's, so that hooks stay outside of the graphs."""
     import torch._dynamo.config as dynamo
     dynamo.recompile_limit = 8 * len(decoder.layers)
     dynamo.fail_on_recompile_limit_hit = True  # the default falls back to eager, with a line in the log
     dynamo.automatic_dynamic_shapes = False  # a forward of another size is compiled for itself
     # the convolution's taps are read again for query, key and value rather than written between, unsplit
     options = {"realize_reads_threshold": 24, "realize_acc_reads_threshold": 24,
-               "realize_opcount_threshold": 200, "coordinate_descent_tuning": tokens >= 1 << 14}
+               "realize_opcount_threshold": 200}
     compiled = {kind: torch.compile(kind.forward, options=options) for kind in set(map(type, decoder.layers))}
     for layer in decoder.layers:  # one compiled function for all: of its own, each layer would be traced anew
         layer.forward = MethodType(compiled[type(layer)], layer)
 
 
-def tune(decoder, tokens):
-    """FLA tunes each kernel on the first size that it meets and keeps the result: that must be the run's."""
+def tune(decoder, tokens, longest):
+    """Runs the delta rule's kernels on rows of `tokens` tokens in samples of at most `longest`.
+
+    FLA tunes each kernel on the first size that it meets and keeps the result: that must be the run's.
+    FlashQLA compiles for one, for a few and for many sequences, and where it cannot run FLA does it all.
+    """
+    PACKED.flash_qla = False
     for module in decoder.modules():
-        if hasattr(module, "num_v_heads") and hasattr(module, "head_k_dim") and (fast := fast_kernels()):
-            like = {"device": next(module.parameters()).device, "dtype": torch.bfloat16}
-            q, k = torch.randn(2, 1, tokens, module.num_k_heads, module.head_k_dim, **like)
-            v = torch.randn(1, tokens, module.num_v_heads, module.head_v_dim, **like)
-            g, beta = -torch.rand(2, 1, tokens, module.num_v_heads, **like).abs()
-            cpu = torch.tensor([*range(0, tokens, 512), tokens], dtype=torch.int32)
-            fast(q, k, v, g.float(), beta.abs(), use_qk_l2norm_in_kernel=True, cu_seqlens=cpu.to(q.device),
-                 cu_seqlens_cpu=cpu)
-            return
+        if not (hasattr(module, "num_v_heads") and hasattr(module, "head_k_dim") and fast_kernels()):
+            continue
+        like = {"device": next(module.parameters()).device, "dtype": torch.bfloat16}
+        q, k = torch.randn(2, 1, tokens, module.num_k_heads, module.head_k_dim, **like)
+        v = torch.randn(1, tokens, module.num_v_heads, module.head_v_dim, **like)
+        g, beta = -torch.rand(2, 1, tokens, module.num_v_heads, **like).abs()
+
+        @torch.no_grad()
+        def run(rule, sequences):
+            cpu = torch.linspace(0, tokens, sequences + 1).int()
+            with packing(cpu.to(q.device), cpu, None, None):
+                return rule(q, k, v, g.float(), -beta, True)
+
+        fla = run(rule_by_fla, few := -(-tokens // longest))
+        try:
+            import flash_qla  # noqa: F401
+            PACKED.flash_qla = True
+            if not (apart := relative(run(rule_by_flash_qla, few).float(), fla.float())) < 0.02:
+                raise ValueError(f"{apart:.3f} from FLA")
+            for sequences in range(few, tokens // LONG + 1):
+                run(rule_by_flash_qla, sequences)
+        except Exception as e:  # not installed, another GPU, no nvcc, other heads: it has many ways to say so
+            PACKED.flash_qla = False
+            say(f"without FlashQLA ({type(e).__name__}: {first_line(e)}), FLA alone computes the delta rule")
+        return
 
 
 def relative(a, b):
@@ -536,13 +578,13 @@ def prepare(extractor):
     probe = [rng.integers(0, config.vocab_size, n).astype(np.int32) for n in lengths]
     packs, x.packs = x.packs, False
     if packs and x.cuda:
-        tune(x.decoder, x.fill)
+        tune(x.decoder, x.fill, x.o.max_len)
     alone = [captured(x, [ids]) for ids in probe]
     x.packs, report = packs, {"kernels": {"all": "transformers' own"}, "isolation": 0.0, "truth": []}
     if packs:
         report["kernels"] = swap_kernels(x.decoder)
         if x.cuda and not x.o.eager:
-            compile_layers(x.decoder, x.fill)
+            compile_layers(x.decoder)
     ours = captured(x, probe, x.fill) if packs else torch.cat(alone, 1)
     if not (torch.isfinite(ours).all() and (ours.amax(-1) > ours.amin(-1)).all()):
         raise Failed("states hold NaN, Inf or are constant before any data was seen. Look at the checkpoint")
@@ -568,7 +610,7 @@ def environment():
     """Versions and the GPU, as the record of a run has them."""
     found = {"python": sys.version.split()[0], "cuda": torch.version.cuda,
              "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
-    for name in ("torch", "triton", "transformers", "flash-linear-attention", "safetensors"):
+    for name in ("torch", "triton", "transformers", "flash-linear-attention", "flash-qla", "safetensors"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -580,7 +622,8 @@ def cache_problem():
     """Why compiled kernels could not be kept here; None where they can."""
     home = Path.home()
     for name, usual in (("TRITON_CACHE_DIR", home / ".triton" / "cache"),
-                        ("TORCHINDUCTOR_CACHE_DIR", Path(tempfile.gettempdir()))):
+                        ("TORCHINDUCTOR_CACHE_DIR", Path(tempfile.gettempdir())),
+                        ("TILELANG_CACHE_DIR", home / ".tilelang" / "cache")):
         if os.environ.get(name) == "":
             return f"{name} is set, but empty: unset it, or give it a directory"
         path = Path(os.environ.get(name) or usual)
@@ -669,16 +712,23 @@ def search(extractor, slot, sizes):
     return rates, min(size for size, rate in good.items() if rate >= 0.99 * good[max(good)])
 
 
+def tilelang_kernels():
+    """How many kernels TileLang, FlashQLA's compiler, has on the disk."""
+    cache = Path(os.environ.get("TILELANG_CACHE_DIR") or Path.home() / ".tilelang" / "cache")
+    return sum(1 for _ in cache.rglob("executable.so"))
+
+
 def second(o, work):
     """A fresh process that finds what the first one compiled, and counts what it does not find."""
     from torch._dynamo.utils import counters
     missed, report = [], read_json(work / "warmup.json")
     try:
         import triton
-        triton.knobs.compilation.listener = lambda **seen: seen.get("cache_hit") or missed.append(1)
+        triton.knobs.compilation.listener = (
+            lambda **seen: seen["cache_hit"] or missed.append(seen["src"].name))
     except (ImportError, AttributeError):
         pass  # a Triton without the hook
-    o.forward_tokens, began = report["found_forward_tokens"], time.time()
+    o.forward_tokens, began, before = report["found_forward_tokens"], time.time(), tilelang_kernels()
     extractor, slot = loaded(o, model_directory(o.model), report["layers"], report["final"])
     ready = time.time()
     prepare(extractor)
@@ -686,10 +736,11 @@ def second(o, work):
     seconds(extractor, np.split(ids, range(o.max_len, o.tokens, o.max_len)), slot)
     report["second_process"] = {
         "load_s": round(ready - began, 2), "first_batch_s": round(time.time() - ready, 2),
-        "triton_compiled": len(missed), "graphs_compiled": counters["inductor"]["fxgraph_cache_miss"]}
-    if missed or counters["inductor"]["fxgraph_cache_miss"]:
-        say("WARNING: a second process compiled again, so every shard will. Are TRITON_CACHE_DIR and "
-            "TORCHINDUCTOR_CACHE_DIR kept between processes?")
+        "triton_compiled": len(missed), "tilelang_compiled": tilelang_kernels() - before,
+        "graphs_compiled": counters["inductor"]["fxgraph_cache_miss"]}
+    if any(report["second_process"][name] for name in report["second_process"] if name.endswith("_compiled")):
+        say(f"WARNING: a second process compiled again ({', '.join(sorted(set(missed))) or 'graphs'}), so "
+            "every shard will. Are TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR and TILELANG_CACHE_DIR kept?")
     keep(work, report)
     return report
 
@@ -735,6 +786,7 @@ def warm(o, work):
 
 
 def main(argv=None):
+    shell = dict(os.environ)  # inductor, FLA and TileLang write into it, also where Triton keeps its kernels
     import extract
 
     @dataclass
@@ -760,7 +812,7 @@ def main(argv=None):
                 gc.collect()
                 torch.cuda.empty_cache()
                 again = sys.argv[1:] if argv is None else argv
-                return subprocess.run([sys.executable, __file__, *again, "--second"]).returncode
+                return subprocess.run([sys.executable, __file__, *again, "--second"], env=shell).returncode
         return 0
     except (Refused, Failed) as e:
         print(f"warm-up {'refused' if e.code == 2 else 'failed'}: {e}", flush=True)

@@ -7,8 +7,7 @@
 --gpu measures, in one process, the same random model and the same lengths (16 to 4,096 tokens, log-uniform):
 the matrix products of its layers alone, ours forward only, ours as the pipeline that a shard runs (forward,
 concatenation, copy, file in /dev/shm), eager transformers with FLA on padded length-sorted batches, one sample at a
-time with output_hidden_states, and the way this began (545 samples of 60 tokens, a copy a sample and layer, a file a
-sample); then peak memory, compilations after the first batch, and the error against an fp32 reference; before that,
+time with output_hidden_states, and by sample (545 samples of 60 tokens, a copy for each sample and layer, a file each); then peak memory, compilations after the first batch, and the error against an fp32 reference; before that,
 the first batch of a process with empty and of one with warm caches. Speeds count real tokens. The last line is one JSON object. tests/BENCH.md keeps what came out, with machine and date.
 """
 
@@ -166,18 +165,20 @@ def pipeline(x, plan, o, batches, stage):
 
 
 def compilations():
-    """A counter of what dynamo and Triton compile from now on."""
+    """A counter of what dynamo, Triton and TileLang compile from now on."""
     from torch._dynamo.utils import counters
     import triton
 
     seen = {"triton": 0, "dynamo": counters["stats"]["unique_graphs"]}
+    kept = warmup.tilelang_kernels()
 
     def hook(*args, **kwargs):
         seen["triton"] += 1
 
     if hasattr(triton, "knobs"):
         triton.knobs.runtime.jit_post_compile_hook = hook
-    return lambda: seen["triton"] + counters["stats"]["unique_graphs"] - seen["dynamo"]
+    return lambda: (seen["triton"] + counters["stats"]["unique_graphs"] - seen["dynamo"]
+                    + warmup.tilelang_kernels() - kept)
 
 
 def gemm_floor(model, tokens):
@@ -249,7 +250,7 @@ def one_at_a_time(model, samples):
 
 
 def per_sample_copies(model, ids, directory):
-    """Samples a second the way this began: a copy a sample and layer, concatenation on the CPU, a file a sample."""
+    """Samples a second with a copy for each sample and layer, concatenation on the CPU, and a file a sample."""
     from safetensors.torch import save_file
 
     def run():
@@ -290,7 +291,7 @@ def fidelity(o, layers=16, tokens=2048):
     theirs = torch.cat([warmup.captured(eager, [x]) for x in ids], 1)
     eager.packs = True
     warmup.swap_kernels(ours)
-    warmup.compile_layers(ours, o.tokens)
+    warmup.compile_layers(ours)
     mine = warmup.captured(eager, ids, eager.fill)
     return [
         {str(l): round(warmup.relative(a[i], truth[i]), 5) for i, l in enumerate(which)}
@@ -302,8 +303,9 @@ def ours(a, o, plan, model, batches, short):
     """What a shard does, timed: forward only, the pipeline, the short samples; memory and compilations."""
     torch.cuda.reset_peak_memory_stats()
     x = extract.Extractor(o, plan, model)
+    warmup.tune(model, o.tokens, o.max_len)
     warmup.swap_kernels(model)
-    warmup.compile_layers(model, o.tokens)
+    warmup.compile_layers(model)
     slot = extract.Slot(plan, o.tokens, x.device)
     x.batch(batches[0], slot)
     count = compilations()
@@ -316,6 +318,11 @@ def ours(a, o, plan, model, batches, short):
         f"{floor_s / forward:.3f} of the matrix products alone",
         flush=True,
     )
+    by_qla, warmup.PACKED.flash_qla = warmup.PACKED.flash_qla, False
+    x.batch(batches[0], slot)
+    by_fla = timed(lambda: [x.batch(ids, slot) for ids in batches[:4]]) / 4
+    warmup.PACKED.flash_qla = by_qla
+    print(f"with FLA's delta rule  {o.tokens / by_fla:9,.0f} tokens/s" if by_qla else "no FlashQLA here", flush=True)
     stage = extract.Stage(tempfile.mkdtemp(dir="/dev/shm"), "bench")
     piped, growth = pipeline(x, plan, o, a.batches, stage)
     piped /= a.batches
@@ -334,6 +341,8 @@ def ours(a, o, plan, model, batches, short):
         "tflops": round(flop / forward / 1e12, 1),
         "gemm_floor_tokens_per_s": round(o.tokens / floor_s),
         "gemm_floor_ratio": round(floor_s / forward, 4),
+        "flash_qla": by_qla,
+        "fla_tokens_per_s": round(o.tokens / by_fla),
         "pipeline_tokens_per_s": round(o.tokens / piped),
         "pipeline_over_forward": round(forward / piped, 4),
         "samples_per_s_of_60": round(ours_short, 1),
@@ -360,7 +369,8 @@ def gpu(a):
     if not a.first_batch:
         with tempfile.TemporaryDirectory() as caches:  # the first process compiles, the second finds it done
             caches = a.caches or caches
-            os.environ |= {"TRITON_CACHE_DIR": f"{caches}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor"}
+            os.environ |= {f"{name.upper()}_CACHE_DIR": f"{caches}/{name}"
+                           for name in ("triton", "torchinductor", "tilelang")}
             return compared(a, o, {"first_batch_cold_s": fresh(a), "first_batch_warm_s": fresh(a)})
     model = decoder(max(LAYERS) + 1)
     batches = mix(8, o.tokens, o.max_len, SHAPE["vocab_size"])
@@ -388,7 +398,7 @@ def compared(a, o, fresh_process):
     for name, rate in others.items():
         print(f"{name:22} {rate:9,.0f} tokens/s", flush=True)
     for name, rate in began_way.items():
-        print(f"as it began, to {name:6} {rate:9,.1f} samples/s of 60 tokens", flush=True)
+        print(f"by sample, to {name:8} {rate:9,.1f} samples/s of 60 tokens", flush=True)
 
     result = ours(a, o, Plan(batches, LAYERS, SHAPE["hidden_size"]), model, batches, short)
     rate, short_rate = result["pipeline_tokens_per_s"], result["samples_per_s_of_60"]
@@ -447,20 +457,23 @@ def end_to_end(a):
         "WORK": place / "work",
         "TOKENS": a.tokens,
         "LAYERS": 5,
-        "GPUS": 1,
+        "GPUS": a.gpus,
     }
     make = ["make", "--no-print-directory", *(f"{k}={v}" for k, v in knobs.items())]
+    for name in [name for name in os.environ if name.startswith(("MAKE", "MFLAGS"))]:
+        del os.environ[name]  # the ARGS of a make above would be theirs, too
     began = time.time()
     subprocess.run([*make, "warmup"], cwd=root, check=True)
     warmed, busy, first = time.time(), [], None
     run = subprocess.Popen([*make, "extract"], cwd=root)
     while run.poll() is None:
         time.sleep(0.5)
-        now = extract.read_json(place / "work" / "progress_shard_0.json") or {}
-        if now.get("batch", 0) >= 1 and not first:
-            first = time.time() - warmed
-        if now.get("state") == "running" and now.get("batch", 0) > 3 and now["gpu_busy"]:
-            busy.append(now["gpu_busy"])
+        for shard in range(a.gpus):
+            now = extract.read_json(place / "work" / f"progress_shard_{shard}.json") or {}
+            if now.get("batch", 0) >= 1 and not first:
+                first = time.time() - warmed
+            if now.get("state") == "running" and now.get("batch", 0) > 3 and now["gpu_busy"]:
+                busy.append((shard, now["gpu_busy"], now["tokens_per_sec"]))
     verify = [sys.executable, root / "tests" / "oracle.py", "--out", place / "out", "--model", place / "model"]
     verdict = subprocess.run(
         [*verify, "--samples", "all", "--dtype", "bf16", "--device", "cuda"], text=True, capture_output=True
@@ -470,14 +483,15 @@ def end_to_end(a):
     shutil.rmtree(place)
     return {
         "gpu": torch.cuda.get_device_name(),
+        "gpus": a.gpus,
         "layers": 8,
         "batches": a.batches,
         "exit_code": run.returncode,
         "warmup_s": round(warmed - began, 1),
         "second_process": report["second_process"],
         "start_to_first_marked_batch_s": round(first, 1) if first else None,
-        "gpu_busy": max(busy, default=None),
-        "gpu_busy_all": busy[:: max(1, len(busy) // 12)],
+        "gpu_busy": [max((b for s, b, _ in busy if s == shard), default=None) for shard in range(a.gpus)],
+        "busy_and_tokens_per_s": [seen[1:] for seen in busy[:: max(1, len(busy) // 12)]],
         "every_sample_equals_solo": verdict.returncode == 0,
         "verdict": (verdict.stdout.splitlines() or [""])[-1],
     }
@@ -488,8 +502,9 @@ def first_batch(o, plan, model):
     x = extract.Extractor(o, plan, model)
     slot = extract.Slot(plan, o.tokens, x.device)
     began = time.perf_counter()
+    warmup.tune(model, o.tokens, o.max_len)
     warmup.swap_kernels(model)
-    warmup.compile_layers(model, o.tokens)
+    warmup.compile_layers(model)
     x.batch(plan.batches[0], slot)
     sync()
     return {"first_batch_s": round(time.perf_counter() - began, 2)}
@@ -664,6 +679,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=32768, help="tokens a batch (default: 32768)")
     parser.add_argument("--batches", type=int, default=40, help="batches that are timed (default: 40)")
     parser.add_argument("--end-to-end", action="store_true", help="make warmup extract on 8 layers of the shape")
+    parser.add_argument("--gpus", type=int, default=1, help="shards of --end-to-end, one a GPU (default: 1)")
     parser.add_argument("--caches", help="where compiled kernels go, empty for a cold start (default: temporary)")
     parser.add_argument("--folder", help="where --end-to-end makes its checkpoint (default: a temporary one)")
     parser.add_argument("--first-batch", action="store_true", help="only the first batch of a fresh process")

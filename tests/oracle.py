@@ -12,6 +12,7 @@ Exit codes: 0 all agree; 1 something does not, and is named; 2 an input is missi
 """
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -24,6 +25,7 @@ import pyarrow.parquet as pq
 import torch
 from safetensors import SafetensorError, safe_open
 
+os.environ["FLA_FLASH_QLA"] = "0"  # on a GPU, FLA's own kernels: those under test may be FlashQLA's
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from export import OutputError, open_output
 

