@@ -725,7 +725,7 @@ def second(o, work):
     try:
         import triton
         triton.knobs.compilation.listener = (
-            lambda **seen: seen["cache_hit"] or missed.append(seen["src"].name))
+            lambda **seen: seen.get("cache_hit") or missed.append(getattr(seen.get("src"), "name", "?")))
     except (ImportError, AttributeError):
         pass  # a Triton without the hook
     o.forward_tokens, began, before = report["found_forward_tokens"], time.time(), tilelang_kernels()
