@@ -323,7 +323,8 @@ def table_rows(f, parquet):
 
 
 # ------------------------------------------------------------------------------------------------ the kernels
-PACKED = SimpleNamespace(cu=None, cpu=None, flash_qla=False)  # bounds of the sequences in the row under way
+PACKED = SimpleNamespace(cu=None, cpu=None,  # bounds of the sequences in the row under way
+                         flash_qla=False, long=False)  # whether FlashQLA is there, and used for this row
 LONG = 256  # tokens of a sequence, on average, from which on FlashQLA is the faster one
 RULES = {True: "FlashQLA (TileLang), FLA (Triton) for rows of short samples", False: "FLA (Triton)"}
 HARMLESS = {"position_ids", "cache_position", "use_cache", "cu_seq_lens_k", "max_length_k", "is_causal",
@@ -336,7 +337,8 @@ def packing(cu, cpu, longest, positions):
     longest sequence and positions [1, T] these are; gives the keywords for its call. FLA caches by the
     identity of `cu`: it must be a fresh tensor for every row."""
     PACKED.cu, PACKED.cpu = cu, cpu
-    if PACKED.flash_qla:
+    PACKED.long = PACKED.flash_qla and LONG * (len(cpu) - 1) <= int(cpu[-1])
+    if PACKED.long:
         from flash_qla.utils.index import prepare_varlen_metadata
         prepare_varlen_metadata(cu, cpu)  # else it waits for the GPU to read the bounds
     if cu.is_cuda:
@@ -429,8 +431,7 @@ def delta_rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tenso
 
     FlashQLA takes half of FLA's time where it runs, but twice as long for rows of very short samples.
     """
-    long = PACKED.flash_qla and LONG * (len(PACKED.cu) - 1) <= q.shape[1]
-    return (rule_by_flash_qla if long else rule_by_fla)(q, k, v, g, beta, l2norm)
+    return (rule_by_flash_qla if PACKED.long else rule_by_fla)(q, k, v, g, beta, l2norm)
 
 
 delta_rule.register_fake(lambda q, k, v, *_: torch.empty_like(v))
@@ -523,35 +524,34 @@ def tune(decoder, tokens, longest):
     """Runs the delta rule's kernels on rows of `tokens` tokens in samples of at most `longest`.
 
     FLA tunes each kernel on the first size that it meets and keeps the result: that must be the run's.
-    FlashQLA compiles for one, for a few and for many sequences, and where it cannot run FLA does it all.
+    FlashQLA compiles for one, for a few and for many sequences; where it cannot run, FLA computes them all.
     """
-    PACKED.flash_qla = False
-    for module in decoder.modules():
-        if not (hasattr(module, "num_v_heads") and hasattr(module, "head_k_dim") and fast_kernels()):
-            continue
-        like = {"device": next(module.parameters()).device, "dtype": torch.bfloat16}
-        q, k = torch.randn(2, 1, tokens, module.num_k_heads, module.head_k_dim, **like)
-        v = torch.randn(1, tokens, module.num_v_heads, module.head_v_dim, **like)
-        g, beta = -torch.rand(2, 1, tokens, module.num_v_heads, **like).abs()
-
-        @torch.no_grad()
-        def run(rule, sequences):
-            cpu = torch.linspace(0, tokens, sequences + 1).int()
-            with packing(cpu.to(q.device), cpu, None, None):
-                return rule(q, k, v, g.float(), -beta, True)
-
-        fla = run(rule_by_fla, few := -(-tokens // longest))
-        try:
-            import flash_qla  # noqa: F401
-            PACKED.flash_qla = True
-            if not (apart := relative(run(rule_by_flash_qla, few).float(), fla.float())) < 0.02:
-                raise ValueError(f"{apart:.3f} from FLA")
-            for sequences in range(few, tokens // LONG + 1):
-                run(rule_by_flash_qla, sequences)
-        except Exception as e:  # not installed, another GPU, no nvcc, other heads: it has many ways to say so
-            PACKED.flash_qla = False
-            say(f"without FlashQLA ({type(e).__name__}: {first_line(e)}), FLA alone computes the delta rule")
+    PACKED.flash_qla, weights = False, next(decoder.parameters())
+    rules = [m for m in decoder.modules() if hasattr(m, "num_v_heads") and hasattr(m, "head_k_dim")]
+    if not rules or weights.dtype != torch.bfloat16 or not fast_kernels():
         return
+    rule, like = rules[0], {"dtype": weights.dtype, "device": weights.device}
+    q, k = torch.randn(2, 1, tokens, rule.num_k_heads, rule.head_k_dim, **like)
+    v = torch.randn(1, tokens, rule.num_v_heads, rule.head_v_dim, **like)
+    g, beta = torch.rand(2, 1, tokens, rule.num_v_heads, **like)
+
+    @torch.no_grad()
+    def run(by, sequences):
+        cpu = torch.linspace(0, tokens, sequences + 1).int()
+        with packing(cpu.to(q.device), cpu, None, None):
+            return by(q, k, v, -g.float(), beta, True)
+
+    fla = run(rule_by_fla, few := -(-tokens // longest))
+    try:
+        import flash_qla  # noqa: F401
+        PACKED.flash_qla = few <= tokens // LONG
+        for sequences in range(few, tokens // LONG + 1):
+            states = run(rule_by_flash_qla, sequences)
+            if sequences == few and not (apart := relative(states.float(), fla.float())) < 0.02:
+                raise ValueError(f"{apart:.3f} from FLA")
+    except Exception as e:  # not installed, another GPU, no nvcc, other heads: it has many ways to say so
+        PACKED.flash_qla = False
+        say(f"without FlashQLA ({type(e).__name__}: {first_line(e)}), FLA alone computes the delta rule")
 
 
 def relative(a, b):
