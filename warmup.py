@@ -38,11 +38,7 @@ from monitor import read_json, say, write_atomic
 
 os.environ.setdefault("FLA_FLASH_QLA", "0")  # transformers' own path, the measure of ours, stays FLA's Triton
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-    VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.13 has it, 2.11 has not
-except ImportError:
-    varlen_attn, VARLEN_GQA = None, False
+varlen_attn, varlen_flags = None, {}  # flash attention, once swap_kernels has found a GPU
 
 
 class Refused(Exception):
@@ -369,15 +365,13 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
         raise Failed(f"{type(module).__name__} wants {what} of its attention, which packed attention lacks. "
                      "Use --samples-per-forward 1")
     if query.is_cuda and query.dtype == torch.bfloat16:
-        more = {"enable_gqa": True} if VARLEN_GQA else {}  # without the flag it takes fewer key heads, too
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
-                          window_size=((sliding_window or 0) - 1, 0), **more)
+                          window_size=((sliding_window or 0) - 1, 0), **varlen_flags)
         return out[None], None
     return attention_by_sequence(query, key, value, scaling, sliding_window), None
 
 
-@torch.compiler.disable
 def attention_by_sequence(query, key, value, scaling, sliding_window):
     """The same by torch's scaled_dot_product_attention, where flash attention cannot: CPU and fp32."""
     out = []
@@ -482,11 +476,15 @@ def swap_kernels(decoder):
 
     The last two are module-level names in the file that defines the decoder: no model is known by name.
     """
+    global varlen_attn, varlen_flags
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     ALL_ATTENTION_FUNCTIONS.register("packed", packed_attention)
     decoder.config._attn_implementation = "packed"
     half = next(decoder.parameters()).dtype == torch.bfloat16  # in fp32 the fast kernels would round to TF32
-    flash = varlen_attn and half and torch.cuda.is_available()
+    if flash := half and torch.cuda.is_available():
+        from torch.nn.attention.varlen import varlen_attn  # brings dynamo along: a second, and 100 MB
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 takes fewer key heads without
+            varlen_flags = {"enable_gqa": True}
     used = {"attention": "varlen_attn (flash)" if flash else "torch sdpa, sequence by sequence"}
     module, fast = sys.modules[type(decoder.layers[0]).__module__], fast_kernels() if half else None
     for name, make, how in (("torch_chunk_gated_delta_rule", packed_rule,
@@ -508,7 +506,9 @@ def swap_kernels(decoder):
 
 def compile_layers(decoder):
     """Compiles each layer's forward, not the model's, so that hooks stay outside of the graphs."""
+    global attention_by_sequence
     import torch._dynamo.config as dynamo
+    attention_by_sequence = torch.compiler.disable(attention_by_sequence)
     dynamo.recompile_limit = 8 * len(decoder.layers)
     dynamo.fail_on_recompile_limit_hit = True  # the default falls back to eager, with a line in the log
     dynamo.automatic_dynamic_shapes = False  # a forward of another size is compiled for itself
@@ -620,10 +620,10 @@ def environment():
 
 def cache_problem():
     """Why compiled kernels could not be kept here; None where they can."""
-    home = Path.home()
+    home, gpu = Path.home(), torch.cuda.is_available()
     for name, usual in (("TRITON_CACHE_DIR", home / ".triton" / "cache"),
                         ("TORCHINDUCTOR_CACHE_DIR", Path(tempfile.gettempdir())),
-                        ("TILELANG_CACHE_DIR", home / ".tilelang" / "cache")):
+                        ("TILELANG_CACHE_DIR", home / ".tilelang" / "cache"))[:2 + gpu]:
         if os.environ.get(name) == "":
             return f"{name} is set, but empty: unset it, or give it a directory"
         path = Path(os.environ.get(name) or usual)

@@ -3,12 +3,15 @@ import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
 import bench
 import warmup
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
@@ -85,3 +88,12 @@ def test_the_second_process_starts_with_the_environment_that_a_shard_will_have(t
     monkeypatch.setattr(subprocess, "run", lambda command, env=None: started.append(env) or types.SimpleNamespace(returncode=0))
     assert warmup.main(["--model", "m", "--work", str(tmp_path)]) == 0
     assert "TRITON_PTXAS_PATH" not in started[0] and started[0]["PATH"] == os.environ["PATH"]
+
+
+@pytest.mark.parametrize("name, value, words", [
+    ("TRITON_CACHE_DIR", "/proc/kernels", "cannot be kept in /proc/kernels"), ("TRITON_CACHE_DIR", "", "but empty"),
+    ("TORCHINDUCTOR_CACHE_DIR", "/dev/null/kernels", "give TORCHINDUCTOR_CACHE_DIR another directory")])
+def test_a_cache_that_cannot_be_is_refused_before_the_model_is_loaded(place, tmp_path, name, value, words):
+    command = [sys.executable, ROOT / "warmup.py", "--model", place.model, "--work", tmp_path / "work"]
+    refused = subprocess.run(command, env=os.environ | {name: value}, text=True, capture_output=True)
+    assert refused.returncode == 2 and words in refused.stdout.splitlines()[-1] and "Traceback" not in refused.stderr
