@@ -17,7 +17,8 @@ shards adds a line every 5 s, watched or not; it stays below 2,000.
 
 --json: sums over all shards (rates: of running ones); `eta_hours`, the slowest shard's, null if unknown;
 `state`: done (every shard is), else running (any is LIVE), else failed (any is BROKEN), else stopped; `box`,
-in bytes; `shards`: each progress file with pid, alive, age_s, condition (new pending starting running stale
+in bytes; `excluded`: of the processed samples those that --skip-bad or a lack of memory left as zeros;
+`shards`: each progress file with pid, alive, age_s, condition (new pending starting running stale
 unreadable done stopped failed refused gone) and message (words, empty when all is well); `summary`, a
 sentence; `bottleneck` (gpu host upload planning, null while unclear) and the `time_spent` that names it: the
 share of the shards' last 10 minutes in the forward pass, copying and writing, waiting for room in staging,
@@ -59,8 +60,8 @@ LIVE, BROKEN = ("pending", "starting", "running", "stale", "unreadable"), ("fail
 CALM = ("", "starting", "pending")  # messages that say nothing bad
 ILL = {"failed": "failed", "refused": "was refused", "gone": "is gone", "stale": "is silent",
        "unreadable": "cannot be read"}
-COUNTS = ("processed skipped total batch total_batches tokens uploaded pending_uploads failed_uploads "
-          "staged_bytes waited_for_room_s uploaded_bytes").split()  # 0 when absent
+COUNTS = ("processed skipped excluded total batch total_batches tokens uploaded pending_uploads "
+          "failed_uploads staged_bytes waited_for_room_s uploaded_bytes").split()  # 0 when absent
 RATES = "rate_per_sec tokens_per_sec upload_bytes_per_sec gpu_busy host_busy".split()  # over the last 60 s
 MEASURES = [*RATES, "eta_hours", "updated_at"]  # None when unknown
 START = "make extract MODEL=... DATA=... OUT=..."
@@ -69,7 +70,7 @@ START = "make extract MODEL=... DATA=... OUT=..."
 COLOURS = "#3b82f6 #f59e0b #10b981 #ef4444 #8b5cf6 #06b6d4 #ec4899 #84cc16".split()
 SHARD_METRICS = {  # Prometheus' name: key of a shard
     "processed_samples_total": "processed", "processed_tokens_total": "tokens",
-    "uploaded_batches_total": "batch", "uploaded_bytes_total": "uploaded_bytes",
+    "excluded_samples": "excluded", "uploaded_batches_total": "batch", "uploaded_bytes_total": "uploaded_bytes",
     "waited_for_room_seconds_total": "waited_for_room_s", "planned_samples": "total",
     "planned_batches": "total_batches", "pending_uploads": "pending_uploads", "staged_bytes": "staged_bytes",
     "failed_uploads": "failed_uploads", "progress_age_seconds": "age_s",
@@ -199,14 +200,14 @@ class Progress(threading.Thread):
         self.began = time.time()
         self.set(state="running")
 
-    def marked(self, batch, earlier=False):
-        """A batch has its marker; one of an earlier start counts for no rate."""
+    def marked(self, batch, excluded, earlier=False):
+        """A batch has its marker, so many samples excluded; one of an earlier start counts for no rate."""
         samples, tokens = len(self.plan.rows(batch)), int(self.plan.batch_tokens[batch])
         size = 0 if earlier else self.plan.layout(batch)[2]
         with self.lock:
             self.left -= tokens
             for key, n in (("batch", 1), ("uploaded", 1), ("processed", samples), ("tokens", tokens),
-                           ("uploaded_bytes", size)):
+                           ("excluded", excluded), ("uploaded_bytes", size)):
                 self.now[key] += n
             if not earlier:
                 self.events.append((time.time(), samples, tokens, size, 0, 0))
@@ -240,8 +241,8 @@ class Progress(threading.Thread):
         """What a shard's log says now and then."""
         now = self.now
         eta = "?" if now["eta_hours"] is None else f"{now['eta_hours']:.2f} h"
-        part = now["batch"] / max(1, now["total_batches"])
-        return (f"batch {now['batch']}/{now['total_batches']} ({part:.0%}) | "
+        part = 100 * now["batch"] // max(1, now["total_batches"])
+        return (f"batch {now['batch']}/{now['total_batches']} ({part} %) | "
                 f"{now['rate_per_sec']:,.1f} samples/s | {now['tokens_per_sec']:,.0f} tokens/s | eta {eta} | "
                 f"{now['pending_uploads']} uploads pending, {now['failed_uploads']} failed")
 
@@ -378,10 +379,20 @@ def count_shards(work):
     return newest[1] or highest
 
 
-def totals(shards):
+def planned_counts(work):
+    """What the plan says of the whole run under `counts`, {} where there is none."""
+    counts = (read_json(work / "plan" / "plan.json") or {}).get("counts")
+    return counts if isinstance(counts, dict) else {}
+
+
+def totals(shards, counts):
+    """Sums over the shards; what shards that have not begun are to do is in the plan's counts."""
     running = [s for s in shards if s["condition"] == "running"]
     out = {key: sum(s[key] for s in shards) for key in COUNTS}
     out |= {key: sum(s[key] or 0 for s in running) for key in RATES[:3]}
+    samples, skipped, batches = (number(counts.get(key), 0) for key in ("samples", "skipped", "batches"))
+    for key, planned in (("total", samples + skipped), ("skipped", skipped), ("total_batches", batches)):
+        out[key] = max(out[key], planned)
     # Shards are independent, so the run ends with its slowest; a dead, silent or new one leaves that unknown.
     etas = [s["eta_hours"] if s in running else None for s in shards if s["condition"] != "done"]
     return out | {"eta_hours": None if not shards or None in etas else max(etas, default=0.0)}
@@ -399,12 +410,12 @@ def read_run(work, stage, num_shards=None, jobs=None):
     conditions = {s["condition"] for s in shards}
     state = ("done" if conditions == {"done"} else "running" if conditions & set(LIVE) else
              "failed" if conditions & set(BROKEN) else "stopped")
-    plan = read_json(work / "plan" / "plan.json") or {}
-    reasons = plan["counts"].get("skipped_by_reason") if isinstance(plan.get("counts"), dict) else None
+    plan, counts = read_json(work / "plan" / "plan.json") or {}, planned_counts(work)
+    reasons = counts.get("skipped_by_reason")
     reasons = reasons.items() if isinstance(reasons, dict) else ()
     return {"work": str(work), "fingerprint": clean(plan.get("fingerprint")) or None, "state": state,
             "out": clean(plan.get("out")) or None, "num_shards": len(shards),
-            "skipped_by_reason": {clean(why): n for why, n in reasons if number(n)}, **totals(shards),
+            "skipped_by_reason": {clean(why): n for why, n in reasons if number(n)}, **totals(shards, counts),
             "shards": shards, "box": read_box(stage), "slurm": words if planned else None}
 
 
@@ -580,8 +591,9 @@ def judged(status, points):
         tokenizing = process_state(pid_of(Path(status["work"], "pids", ".plan")), status["work"])
         how = "planning: the data is being tokenized" if tokenizing else "no shard has been started here"
     elif status["state"] == "done":
-        how = (f"done: {status['processed']:,} samples in {status['batch']:,} batches, all in {output}; "
-               f"{status['skipped']:,} skipped" + ended_within(shards))
+        how = (f"done: {there(status)[0]:,} samples in {status['batch']:,} batches, all in {output}; "
+               f"{', '.join(left_out(status)) or '0 skipped'}"
+               + " (manifest.json names them)" * bool(status["excluded"]) + ended_within(shards))
     elif running:
         how += f"{';' if wrong else ','} {words}"
     elif status["state"] in ("stopped", "failed"):
@@ -613,9 +625,20 @@ def span(value, unit_s=1, parts=2):
     return " ".join(f"{n} {unit}" for n, unit in units[:parts])
 
 
+def there(s):
+    """(samples that are in OUT, those that will be): without what planning skipped and what was excluded."""
+    return max(0, s["processed"] - s["excluded"]), max(0, s["total"] - s["skipped"] - s["excluded"])
+
+
 def percent(s):
-    """How much of what planning did not skip is marked."""
-    return min(100, int(100 * s["processed"] / max(1, s["total"] - s["skipped"])))
+    """100 only when all are there."""
+    done, wanted = there(s)
+    return min(100, int(100 * done / max(1, wanted)))
+
+
+def left_out(s):
+    """What is not among those samples, in words."""
+    return [f"{s[key]:,} {key}" for key in ("skipped", "excluded") if s[key]]
 
 
 def gigabytes(used, total):
@@ -655,7 +678,7 @@ def rows(status):
         rate, tokens, busy = [s.get(key) if running else None for key in
                               ("rate_per_sec", "tokens_per_sec", "gpu_busy")]
         age = span(s["age_s"], parts=1) if "age_s" in s else ""
-        return [name, state, f"{s['processed']:,}/{s['total']:,}", f"{percent(s)} %",
+        return [name, state, "{:,}/{:,}".format(*there(s)), f"{percent(s)} %",
                 "—" if rate is None else f"{rate:,.1f}", "—" if tokens is None else f"{tokens:,.0f}",
                 span(s["eta_hours"] if running else None, 3600), f"{s['skipped']:,}",
                 f"{s['pending_uploads']}/{s['failed_uploads']}", span(s["waited_for_room_s"], parts=1),
@@ -668,9 +691,10 @@ def texts(status):
     """What stands around the table: a headline, the problems, the box."""
     box = status["box"]
     plan = f"plan {status['fingerprint'][:12]}" if status["fingerprint"] else "no plan yet"
-    headline = (f"{status['work']} | {plan} | {status['state']} | "
-                f"batches {status['batch']:,}/{status['total_batches']:,} | "
-                f"{status['staged_bytes'] / 1e9:,.1f} GB staged | ETA {span(status['eta_hours'], 3600)}")
+    headline = " | ".join([
+        status["work"], plan, status["state"], f"batches {status['batch']:,}/{status['total_batches']:,}",
+        *left_out(status), f"{status['staged_bytes'] / 1e9:,.1f} GB staged",
+        f"ETA {span(status['eta_hours'], 3600)}"])
     problems = [f"shard {s['shard']}: {problem(status['work'], s)}" for s in status["shards"]
                 if s["message"] not in (*CALM, "not started")]
     if not status["shards"]:
@@ -1091,10 +1115,10 @@ def follow(args, work, console, live):
                     told[s["shard"]] = s["state"], s["condition"]
                     print(clock, f"shard {s['shard']}: {s['message'] or doing(s)}", flush=True)
             if over or now - last_line >= FOLLOW_LINE_S:
-                last_line, t = now, totals(shards)
+                last_line, t = now, totals(shards, planned_counts(work))
                 failed = f", {t['failed_uploads']:,} failed" if t["failed_uploads"] else ""
                 print(f"{clock} {count} shard{'s' * (count != 1)}",
-                      f"{t['processed']:,}/{t['total']:,} samples ({percent(t)} %)",
+                      ", ".join(["{:,}/{:,} samples ({} %)".format(*there(t), percent(t)), *left_out(t)]),
                       f"{t['rate_per_sec']:,.1f} samples/s", f"{t['tokens_per_sec']:,.0f} tokens/s",
                       f"eta {span(t['eta_hours'], 3600)}",
                       f"uploads {t['pending_uploads']:,} pending{failed}", sep=" | ", flush=True)

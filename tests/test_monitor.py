@@ -369,13 +369,13 @@ def test_the_fingerprint_comes_from_the_plan(run):
 
 def test_a_piped_table_has_a_row_a_shard_and_a_total(run):
     for shard in range(8):
-        run.progress(shard, 8, processed=228_000, total=228_447)
+        run.progress(shard, 8, processed=228_000, total=228_457)
     rows = [line.split() for line in run.table().splitlines()]
     assert [row[0] for row in rows if "3/0" in row or "24/0" in row] == [*map(str, range(8)), "all"]
 
 
 def test_a_row_is_not_cut_off_in_a_pipe(run):
-    run.progress(0, state="waiting_for_room", processed=228_000, total=228_447)
+    run.progress(0, state="waiting_for_room", processed=228_000, total=228_457)
     (row,) = [line.split() for line in run.table().splitlines() if line.startswith("0 ")]
     cells = "0 waiting for room 228,000/228,447 99 % 145.0 61,000 3 h 12 min 10 3/0 7 s 97 %"
     assert row[:-2] == cells.split()  # the last two are the age
@@ -383,13 +383,29 @@ def test_a_row_is_not_cut_off_in_a_pipe(run):
 
 @pytest.mark.parametrize("columns", [80, 100])
 def test_a_row_is_whole_on_a_terminal(run, columns):
-    run.progress(0, processed=228_000, total=228_447)
+    run.progress(0, processed=228_000, total=228_457)
     terminal, its_end = pty.openpty()
     termios.tcsetwinsize(its_end, (40, columns))
     subprocess.run([sys.executable, MONITOR, "--work", run.work], stdout=its_end,
                    env=os.environ | {"TERM": "xterm"})
     (row,) = [line for line in os.read(terminal, 65536).decode().splitlines() if line.startswith("0 ")]
     assert re.match(r"0 +running +228,000/228,447 99 % +145.0 61,000 3 h 12 min .*3/0 .*\d s", row)
+
+
+def test_what_planning_skipped_is_not_waited_for(run):
+    run.progress(0, state="done", exit_code=0, processed=40, skipped=1, total=41)
+    assert re.search(r"^0 +done +40/40 100 % .* 1 +3/0", run.table(), re.M)
+
+
+def test_what_was_excluded_is_not_there(run):
+    run.progress(0, state="done", exit_code=0, processed=41, skipped=0, excluded=1, total=41)
+    assert "| 1 excluded |" in run.table() and "Done: 40 samples" in run.json()["summary"]
+
+
+def test_a_shard_that_never_planned_counts_with_what_the_plan_gives_it(run):
+    run.progress(0, 2, state="done", exit_code=0, processed=20, skipped=0, total=20), run.dead_pid(1)
+    (run.work / "plan" / "plan.json").write_text('{"counts": {"samples": 40, "skipped": 2, "batches": 20}}')
+    assert re.search(r"^all +failed +20/40 +50 % .* 2 ", run.table(), re.M)
 
 
 def test_markdown_writes_status_md(run):
@@ -469,8 +485,18 @@ def test_follow_prints_changes_of_state(run):
 
 def test_follow_prints_a_summary(run):
     run.progress(0, exit_code=0, state="done")
-    line = r"\] 1 shard \| 1,000/2,010 samples \(50 %\) \| .* \| eta 0 s \| uploads 3 pending"
+    line = r"\] 1 shard \| 1,000/2,000 samples \(50 %\), 10 skipped \| .* \| eta 0 s \| uploads 3 pending"
     assert re.search(line, run.table("--follow"))
+
+
+def test_follow_names_what_was_left_out(run):
+    run.progress(0, exit_code=0, state="done", processed=41, skipped=1, excluded=1, total=42)
+    assert "| 40/40 samples (100 %), 1 skipped, 1 excluded |" in run.table("--follow")
+
+
+def test_all_but_one_sample_is_not_100_percent(run):
+    run.progress(0, exit_code=3, state="stopped", processed=913_785, skipped=0, total=913_786)
+    assert "913,785/913,786 samples (99 %)" in run.table("--follow")
 
 
 def test_a_vanished_process_counts_as_1(run):
