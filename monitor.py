@@ -70,8 +70,8 @@ START = "make extract MODEL=... DATA=... OUT=..."
 COLOURS = "#3b82f6 #f59e0b #10b981 #ef4444 #8b5cf6 #06b6d4 #ec4899 #84cc16".split()
 SHARD_METRICS = {  # Prometheus' name: key of a shard
     "processed_samples_total": "processed", "processed_tokens_total": "tokens",
-    "excluded_samples": "excluded", "uploaded_batches_total": "batch", "uploaded_bytes_total": "uploaded_bytes",
-    "waited_for_room_seconds_total": "waited_for_room_s", "planned_samples": "total",
+    "uploaded_batches_total": "batch", "uploaded_bytes_total": "uploaded_bytes",
+    "excluded_samples": "excluded", "waited_for_room_seconds_total": "waited_for_room_s", "planned_samples": "total",
     "planned_batches": "total_batches", "pending_uploads": "pending_uploads", "staged_bytes": "staged_bytes",
     "failed_uploads": "failed_uploads", "progress_age_seconds": "age_s",
     "samples_per_second": "rate_per_sec", "tokens_per_second": "tokens_per_sec", "eta_seconds": "eta_hours",
@@ -142,8 +142,8 @@ def estimate(plan, work, stage, shards):
     yield (f"{stage.capacity() / 1e9:,.2f} GB of room in {stage.dir.parent}, up to "
            f"{c['largest'] / 1e9:.3f} GB a batch")
     whence = "as warm-up measured" if measured else "assumed, Qwen3.6-27B on one H200; `make warmup` measures"
-    yield (f"{c['tokens'] / rate / shards / 3600:,.2f} hours with {shards} shards, at {rate:,.0f} tokens/s "
-           f"each ({whence})")
+    yield (f"{span(max(1, c['tokens'] / rate / shards))} with {shards} shard{'s' * (shards != 1)}, "
+           f"at {rate:,.0f} tokens/s each ({whence})")
 
 
 class Progress(threading.Thread):
@@ -240,10 +240,10 @@ class Progress(threading.Thread):
     def line(self):
         """What a shard's log says now and then."""
         now = self.now
-        eta = "?" if now["eta_hours"] is None else f"{now['eta_hours']:.2f} h"
         part = 100 * now["batch"] // max(1, now["total_batches"])
         return (f"batch {now['batch']}/{now['total_batches']} ({part} %) | "
-                f"{now['rate_per_sec']:,.1f} samples/s | {now['tokens_per_sec']:,.0f} tokens/s | eta {eta} | "
+                f"{now['rate_per_sec']:,.1f} samples/s | {now['tokens_per_sec']:,.0f} tokens/s | "
+                f"eta {span(now['eta_hours'], 3600)} | "
                 f"{now['pending_uploads']} uploads pending, {now['failed_uploads']} failed")
 
 
