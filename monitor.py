@@ -134,7 +134,7 @@ def estimate(plan, work, stage, shards):
     yield (f"plan {plan.fingerprint}: {c['samples']:,} samples, {c['tokens']:,} tokens, "
            f"{c['supervised']:,} of them supervised, {c['turns_lost']:,} turns not located")
     if c["skipped"]:
-        yield f"{c['skipped']:,} samples skipped {c['skipped_by_reason']}: {work / 'plan' / 'skipped.jsonl'}"
+        yield f"{c['skipped']:,} sample{'s' * (c['skipped'] != 1)} skipped {c['skipped_by_reason']}: {work / 'plan' / 'skipped.jsonl'}"
     yield f"layers {plan.layers}{' and the final state' * plan.final}: {plan.convention}"
     yield (f"{c['batches']:,} batches, {c['tokens'] / c['batches'] / plan.tokens:.1%} of {plan.tokens:,} "
            f"tokens full: {c['bytes'] / 1e9:,.2f} GB ({c['bytes'] / c['tokens']:,.0f} bytes a token) "
@@ -316,17 +316,17 @@ def read_shard(work, shard):
     over = code is not None or state in ("done", "failed", "stopped")
     s["alive"] = bool(process) if pid else fresh and not over
 
-    error = clean(s["error"]) or "no error recorded"
+    error = clean(s["error"])
     if code == 2:
-        found = "refused", f"refused: {error}"
+        found = "refused", f"refused: {error or 'no error recorded'}"
     elif code not in (None, 0, 3) or (code is None and state == "failed"):
-        found = "failed", f"failed: {error}"
+        found = "failed", f"failed: {error or 'no error recorded'}"
     elif code == 3 or (code is None and state == "stopped"):
-        found = "stopped", "stopped (resumable)"
+        found = "stopped", f"stopped: {error or 'the same command goes on'}"
     elif code == 0 or state == "done":
         found = "done", ""
     elif pid and not process:
-        found = "gone", f"pid {pid} is gone"
+        found = "gone", f"pid {pid} is gone: it ended without a word (killed? out of memory?)"
     elif progress is None and os.path.exists(path):
         found = "unreadable", f"unreadable: {path} is not a JSON object"
     elif progress is None:
@@ -578,7 +578,8 @@ def judged(status, points):
         None: f"nothing is busy half of the time ({model} {share['gpu']}, copying and writing "
               f"{share['host']}): look at CPU system time and the logs"}[name]
     shards, total = status["shards"], status["num_shards"]
-    running, pending = ([s for s in shards if s["condition"] == c] for c in ("running", "pending"))
+    running, pending, stopped = ([s for s in shards if s["condition"] == c]
+                                 for c in ("running", "pending", "stopped"))
     wrong = [f"shard {s['shard']} {ILL[s['condition']]}" for s in shards if s["condition"] in ILL]
     if running and not wrong and all(s["state"] == "draining" for s in running):
         name, words = "upload", f"all is computed, {status['pending_uploads']:,} uploads to {output} are left"
@@ -586,6 +587,7 @@ def judged(status, points):
         words = "too early to name a bottleneck"
     how = ", ".join([f"{len(running)} of {total} shard{'s' * (total != 1)} running",
                      *[f"{len(pending)} pending in Slurm"] * bool(pending),
+                     *[f"{len(stopped)} stopped"] * bool(stopped),
                      *wrong[:3], *[f"{len(wrong) - 3} more in trouble"] * (len(wrong) > 3)])
     if not shards:
         tokenizing = process_state(pid_of(Path(status["work"], "pids", ".plan")), status["work"])
@@ -599,8 +601,9 @@ def judged(status, points):
     elif status["state"] in ("stopped", "failed"):
         how = "not running: " + ", ".join(
             f"{n} {c}" for c, n in collections.Counter(s["condition"] for s in shards).items()
-        ) + f"; the same make {'slurm' if status.get('slurm') else 'extract'} goes on"
-    worry = "much" if wrong else "some" if status["state"] == "stopped" or name == "upload" else "none"
+        ) + "; " + "mend the cause, then " * bool(wrong) + (
+            f"the same make {'slurm' if status.get('slurm') else 'extract'} goes on")
+    worry = "much" if wrong else "some" if stopped or name == "upload" else "none"
     return status | {"time_spent": spent, "bottleneck": name if running else None, "worry": worry,
                      "summary": how[0].upper() + how[1:]}
 
@@ -669,7 +672,7 @@ def problem(work, s):
 
 
 COLUMNS = ["shard", "state", "samples", "%", "samples\n/s", "tokens\n/s", "ETA", "skipped",
-           "uploads\nqueued/\nfailed", "waited\nfor room", "GPU\nbusy", "age"]
+           "uploads\nqueued/\nfailed", "waited\nfor room", "GPU\nbusy", "last\nseen"]
 
 
 def rows(status):
@@ -677,12 +680,12 @@ def rows(status):
     def row(s, name, state, running):
         rate, tokens, busy = [s.get(key) if running else None for key in
                               ("rate_per_sec", "tokens_per_sec", "gpu_busy")]
-        age = span(s["age_s"], parts=1) if "age_s" in s else ""
+        seen = "" if s.get("age_s") is None else f"{span(s['age_s'], parts=1)} ago"
         return [name, state, "{:,}/{:,}".format(*there(s)), f"{percent(s)} %",
                 "—" if rate is None else f"{rate:,.1f}", "—" if tokens is None else f"{tokens:,.0f}",
                 span(s["eta_hours"] if running else None, 3600), f"{s['skipped']:,}",
                 f"{s['pending_uploads']}/{s['failed_uploads']}", span(s["waited_for_room_s"], parts=1),
-                "—" if busy is None else f"{100 * min(1, busy):.0f} %", age]
+                "—" if busy is None else f"{100 * min(1, busy):.0f} %", seen]
     out = [row(s, str(s["shard"]), doing(s), s["condition"] == "running") for s in status["shards"]]
     return out + [row(status, "all", status["state"], status["state"] == "running")]
 
@@ -698,7 +701,7 @@ def texts(status):
     problems = [f"shard {s['shard']}: {problem(status['work'], s)}" for s in status["shards"]
                 if s["message"] not in (*CALM, "not started")]
     if not status["shards"]:
-        problems = [f"no shard has been started here: {START}"]
+        problems = [f"begin with {START}"]
     return [headline, status["summary"]], problems, [
         *([f"Slurm   {status['slurm']}"] if status.get("slurm") else []),
         *(f"GPU {gpu['index']}   {gpu['name'] or 'unnamed'}   busy "
@@ -1117,11 +1120,12 @@ def follow(args, work, console, live):
             if over or now - last_line >= FOLLOW_LINE_S:
                 last_line, t = now, totals(shards, planned_counts(work))
                 failed = f", {t['failed_uploads']:,} failed" if t["failed_uploads"] else ""
+                speed = () if over else (
+                    f"{t['rate_per_sec']:,.1f} samples/s", f"{t['tokens_per_sec']:,.0f} tokens/s",
+                    f"eta {span(t['eta_hours'], 3600)}")
                 print(f"{clock} {count} shard{'s' * (count != 1)}",
                       ", ".join(["{:,}/{:,} samples ({} %)".format(*there(t), percent(t)), *left_out(t)]),
-                      f"{t['rate_per_sec']:,.1f} samples/s", f"{t['tokens_per_sec']:,.0f} tokens/s",
-                      f"eta {span(t['eta_hours'], 3600)}",
-                      f"uploads {t['pending_uploads']:,} pending{failed}", sep=" | ", flush=True)
+                      *speed, f"uploads {t['pending_uploads']:,} pending{failed}", sep=" | ", flush=True)
         if over:
             break
         time.sleep(1.0 if console.is_terminal else 0.5)
@@ -1132,13 +1136,14 @@ def follow(args, work, console, live):
         return 2
     names = {0: "done", 2: "refused", 3: "stopped"}
     for s, code in zip(shards, codes):
-        why = f": {problem(work, s)}" if code else ""
-        print(f"shard {s['shard']} exited {code} ({names.get(code, 'failed')}){why}")
+        name = names.get(code, "failed")
+        why = ": " + problem(work, s).removeprefix(f"{name}: ") if code else ""
+        print(f"shard {s['shard']} exited {code} ({name}){why}")
     print(f"all are done{ended_within(shards)}") if not any(codes) else None
     worst = min((code if code in names else 1 for code in codes), key=(1, 2, 3, 0).index)
     if worst:
         print("next: " + ("" if worst == 3 else "mend what the lines above name, then ") +
-              "give the same command again; what is marked is kept, the rest is extracted")
+              "give the same command again; the batches in OUT are kept, the rest is extracted")
     return worst
 
 
