@@ -57,6 +57,7 @@ RECORD_S, MAX_POINTS = 5, 2000  # metrics.jsonl: a point so often, so many kept
 WINDOW_S = 600       # the time over which a bottleneck is named
 ASSUMED_RATE = 12_600  # tokens/s of Qwen3.6-27B, layers up to 61, on one H200 (tests/BENCH.md)
 LIVE, BROKEN = ("pending", "starting", "running", "stale", "unreadable"), ("failed", "refused", "gone")
+ENDS = {0: "done", 2: "refused", 3: "stopped"}  # what exit codes mean; every other one: failed
 CALM = ("", "starting", "pending")  # messages that say nothing bad
 ILL = {"failed": "failed", "refused": "was refused", "gone": "is gone", "stale": "is silent",
        "unreadable": "cannot be read"}
@@ -65,15 +66,13 @@ COUNTS = ("processed skipped excluded total batch total_batches tokens uploaded 
 RATES = "rate_per_sec tokens_per_sec upload_bytes_per_sec gpu_busy host_busy".split()  # over the last 60 s
 MEASURES = [*RATES, "eta_hours", "updated_at"]  # None when unknown
 START = "make extract MODEL=... DATA=... OUT=..."
-
-
 COLOURS = "#3b82f6 #f59e0b #10b981 #ef4444 #8b5cf6 #06b6d4 #ec4899 #84cc16".split()
 SHARD_METRICS = {  # Prometheus' name: key of a shard
     "processed_samples_total": "processed", "processed_tokens_total": "tokens",
     "uploaded_batches_total": "batch", "uploaded_bytes_total": "uploaded_bytes",
-    "excluded_samples": "excluded", "waited_for_room_seconds_total": "waited_for_room_s", "planned_samples": "total",
+    "waited_for_room_seconds_total": "waited_for_room_s", "planned_samples": "total",
     "planned_batches": "total_batches", "pending_uploads": "pending_uploads", "staged_bytes": "staged_bytes",
-    "failed_uploads": "failed_uploads", "progress_age_seconds": "age_s",
+    "failed_uploads": "failed_uploads", "excluded_samples": "excluded", "progress_age_seconds": "age_s",
     "samples_per_second": "rate_per_sec", "tokens_per_second": "tokens_per_sec", "eta_seconds": "eta_hours",
     "upload_bytes_per_second": "upload_bytes_per_sec", "forward_busy_ratio": "gpu_busy",
     "host_busy_ratio": "host_busy"}
@@ -93,11 +92,9 @@ def write_atomic(path, data):
 
 def say(text):
     """A line for the log; a full disk under it ends no run."""
-    try:
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
         os.write(1, f"[{time.strftime('%H:%M:%S')}] {text}\n".encode(errors="replace"))
-    except OSError:
-        pass
 
 
 def cgroup_room(groups=Path("/sys/fs/cgroup"), own=Path("/proc/self/cgroup")):
@@ -109,11 +106,9 @@ def cgroup_room(groups=Path("/sys/fs/cgroup"), own=Path("/proc/self/cgroup")):
             ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")):
         inner = Path(paths.get(kind, "."))
         for group in (groups / kind / part for part in (inner, *inner.parents)):
-            try:
+            with contextlib.suppress(OSError, ValueError, TypeError):  # no limit, or not this version
                 most, now, stat = ((group / name).read_text() for name in (limit, used, "memory.stat"))
                 yield int(most) - int(now) + int(re.search(rf"^{cache} (\d+)", stat, re.M)[1])
-            except (OSError, ValueError, TypeError):
-                pass  # it has no limit, or this version is not in use
 
 
 def room(path):
@@ -134,7 +129,8 @@ def estimate(plan, work, stage, shards):
     yield (f"plan {plan.fingerprint}: {c['samples']:,} samples, {c['tokens']:,} tokens, "
            f"{c['supervised']:,} of them supervised, {c['turns_lost']:,} turns not located")
     if c["skipped"]:
-        yield f"{c['skipped']:,} sample{'s' * (c['skipped'] != 1)} skipped {c['skipped_by_reason']}: {work / 'plan' / 'skipped.jsonl'}"
+        yield (f"{c['skipped']:,} sample{'s' * (c['skipped'] != 1)} skipped {c['skipped_by_reason']}: "
+               f"{work / 'plan' / 'skipped.jsonl'}")
     yield f"layers {plan.layers}{' and the final state' * plan.final}: {plan.convention}"
     yield (f"{c['batches']:,} batches, {c['tokens'] / c['batches'] / plan.tokens:.1%} of {plan.tokens:,} "
            f"tokens full: {c['bytes'] / 1e9:,.2f} GB ({c['bytes'] / c['tokens']:,.0f} bytes a token) "
@@ -264,6 +260,16 @@ def number(value, default=None):
     return value if type(value) in (int, float) and 0 <= value < 1e18 else default
 
 
+def end_of(path, size):
+    """The last bytes of a file, none where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+            return file.read()
+    except OSError:
+        return b""
+
+
 def clean(text):
     """The first line with anything on it, printable and of bounded length; '' for what is not text."""
     lines = text.strip().splitlines() if isinstance(text, str) else []
@@ -313,18 +319,13 @@ def read_shard(work, shard):
     # An update in the future means that the clock was set back: as good as fresh.
     age = s["age_s"] = None if s["updated_at"] is None else max(0.0, time.time() - s["updated_at"])
     fresh = age is not None and age <= STALE_S
-    over = code is not None or state in ("done", "failed", "stopped")
+    end = ENDS.get(code, "failed") if code is not None else state
+    over = end in (*ENDS.values(), "failed")
     s["alive"] = bool(process) if pid else fresh and not over
 
-    error = clean(s["error"])
-    if code == 2:
-        found = "refused", f"refused: {error or 'no error recorded'}"
-    elif code not in (None, 0, 3) or (code is None and state == "failed"):
-        found = "failed", f"failed: {error or 'no error recorded'}"
-    elif code == 3 or (code is None and state == "stopped"):
-        found = "stopped", f"stopped: {error or 'the same command goes on'}"
-    elif code == 0 or state == "done":
-        found = "done", ""
+    if over:
+        unsaid = "the same command goes on" if end == "stopped" else "no error recorded"
+        found = end, f"{end}: {clean(s['error']) or unsaid}" if end != "done" else ""
     elif pid and not process:
         found = "gone", f"pid {pid} is gone: it ended without a word (killed? out of memory?)"
     elif progress is None and os.path.exists(path):
@@ -415,8 +416,9 @@ def read_run(work, stage, num_shards=None, jobs=None):
     reasons = reasons.items() if isinstance(reasons, dict) else ()
     return {"work": str(work), "fingerprint": clean(plan.get("fingerprint")) or None, "state": state,
             "out": clean(plan.get("out")) or None, "num_shards": len(shards),
-            "skipped_by_reason": {clean(why): n for why, n in reasons if number(n)}, **totals(shards, counts),
-            "shards": shards, "box": read_box(stage), "slurm": words if planned else None}
+            "skipped_by_reason": {clean(why): n for why, n in reasons if number(n)},
+            **totals(shards, counts), "shards": shards, "box": read_box(stage),
+            "slurm": words if planned else None}
 
 
 def read_gpus():
@@ -496,13 +498,7 @@ def point(status):
 def history(work, last_bytes=1 << 30):
     """The points of metrics.jsonl by time, without torn lines and what is newer than the last one (a clock
     was set back)."""
-    try:
-        with open(work / "metrics.jsonl", "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - last_bytes))
-            lines = file.read().splitlines()
-    except OSError:
-        return []
-    points = [p for p in map(point_of, lines) if p]
+    points = [p for p in map(point_of, end_of(work / "metrics.jsonl", last_bytes).splitlines()) if p]
     return sorted((p for p in points if p["t"] <= points[-1]["t"]), key=lambda p: p["t"])
 
 
@@ -578,16 +574,16 @@ def judged(status, points):
         None: f"nothing is busy half of the time ({model} {share['gpu']}, copying and writing "
               f"{share['host']}): look at CPU system time and the logs"}[name]
     shards, total = status["shards"], status["num_shards"]
-    running, pending, stopped = ([s for s in shards if s["condition"] == c]
-                                 for c in ("running", "pending", "stopped"))
+    running, each = [s for s in shards if s["condition"] == "running"], collections.Counter(
+        s["condition"] for s in shards)
     wrong = [f"shard {s['shard']} {ILL[s['condition']]}" for s in shards if s["condition"] in ILL]
     if running and not wrong and all(s["state"] == "draining" for s in running):
         name, words = "upload", f"all is computed, {status['pending_uploads']:,} uploads to {output} are left"
     elif seconds < 20:
         words = "too early to name a bottleneck"
     how = ", ".join([f"{len(running)} of {total} shard{'s' * (total != 1)} running",
-                     *[f"{len(pending)} pending in Slurm"] * bool(pending),
-                     *[f"{len(stopped)} stopped"] * bool(stopped),
+                     *[f"{each['pending']} pending in Slurm"] * bool(each["pending"]),
+                     *[f"{each['stopped']} stopped"] * bool(each["stopped"]),
                      *wrong[:3], *[f"{len(wrong) - 3} more in trouble"] * (len(wrong) > 3)])
     if not shards:
         tokenizing = process_state(pid_of(Path(status["work"], "pids", ".plan")), status["work"])
@@ -595,15 +591,15 @@ def judged(status, points):
     elif status["state"] == "done":
         how = (f"done: {there(status)[0]:,} samples in {status['batch']:,} batches, all in {output}; "
                f"{', '.join(left_out(status)) or '0 skipped'}"
-               + " (manifest.json names them)" * bool(status["excluded"]) + ended_within(shards))
+               + " (manifest.json names those)" * bool(status["excluded"]) + ended_within(shards))
     elif running:
         how += f"{';' if wrong else ','} {words}"
     elif status["state"] in ("stopped", "failed"):
-        how = "not running: " + ", ".join(
-            f"{n} {c}" for c, n in collections.Counter(s["condition"] for s in shards).items()
-        ) + "; " + "mend the cause, then " * bool(wrong) + (
-            f"the same make {'slurm' if status.get('slurm') else 'extract'} goes on")
-    worry = "much" if wrong else "some" if stopped or name == "upload" else "none"
+        how = (f"not running: {', '.join(f'{n} {condition}' for condition, n in each.items())}; "
+               + "mend the cause, then " * bool(wrong)
+               + f"the same make {'slurm' if status.get('slurm') else 'extract'} goes on")
+    halted = each["stopped"] or status["state"] == "stopped"
+    worry = "much" if wrong else "some" if halted or name == "upload" else "none"
     return status | {"time_spent": spent, "bottleneck": name if running else None, "worry": worry,
                      "summary": how[0].upper() + how[1:]}
 
@@ -656,12 +652,7 @@ def doing(s):
 
 def tail(path, size=4096):
     """The lines at the end of a log that hold anything, each printable and of bounded length."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
-            return [*filter(None, map(clean, file.read().decode(errors="replace").splitlines()))]
-    except OSError:
-        return []
+    return [*filter(None, map(clean, end_of(path, size).decode(errors="replace").splitlines()))]
 
 
 def problem(work, s):
@@ -700,8 +691,7 @@ def texts(status):
         f"ETA {span(status['eta_hours'], 3600)}"])
     problems = [f"shard {s['shard']}: {problem(status['work'], s)}" for s in status["shards"]
                 if s["message"] not in (*CALM, "not started")]
-    if not status["shards"]:
-        problems = [f"begin with {START}"]
+    problems += [] if status["shards"] else [f"begin with {START}"]
     return [headline, status["summary"]], problems, [
         *([f"Slurm   {status['slurm']}"] if status.get("slurm") else []),
         *(f"GPU {gpu['index']}   {gpu['name'] or 'unnamed'}   busy "
@@ -722,9 +712,8 @@ def terminal(status, width):
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     shown = [i for i, name in enumerate(COLUMNS) if width >= 100 or name[:3] not in ("ski", "wai", "GPU")]
     for name in (COLUMNS[i] for i in shown):
-        left = name in ("shard", "state")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name != "state",
-                         min_width=8 if name == "state" else None)
+        table.add_column(name, justify="left" if name in ("shard", "state") else "right",
+                         no_wrap=name != "state", min_width=8 if name == "state" else None)
     *cells, total = rows(status)
     for s, row in zip(status["shards"], cells):  # as Text: a message may hold what rich takes for markup
         style = "green" if s["condition"] == "done" else "red" if s["message"] not in CALM else ""
@@ -1134,13 +1123,12 @@ def follow(args, work, console, live):
     if not shards:
         print(f"no shard has been started in {work}: {START}", file=sys.stderr)
         return 2
-    names = {0: "done", 2: "refused", 3: "stopped"}
     for s, code in zip(shards, codes):
-        name = names.get(code, "failed")
+        name = ENDS.get(code, "failed")
         why = ": " + problem(work, s).removeprefix(f"{name}: ") if code else ""
         print(f"shard {s['shard']} exited {code} ({name}){why}")
     print(f"all are done{ended_within(shards)}") if not any(codes) else None
-    worst = min((code if code in names else 1 for code in codes), key=(1, 2, 3, 0).index)
+    worst = min((code if code in ENDS else 1 for code in codes), key=(1, 2, 3, 0).index)
     if worst:
         print("next: " + ("" if worst == 3 else "mend what the lines above name, then ") +
               "give the same command again; the batches in OUT are kept, the rest is extracted")
@@ -1190,32 +1178,26 @@ def main():
         error = f"no work directory {args.work!r}: {START}   or name the run's own: make status WORK=DIR"
         if args.json:
             print(json.dumps({"error": error, "work": args.work}))
-        print(error, file=sys.stderr)
-        return 2
+        parser.exit(2, f"{error}\n")
     if args.snapshot is not None or args.plot:
         points = history(work)
         if not points and args.plot:
-            print(f"no history yet: {work / 'metrics.jsonl'} is written while shards run", file=sys.stderr)
-            return 2
+            parser.exit(2, f"no history yet: {work / 'metrics.jsonl'} is written while shards run\n")
         try:
             keep(args) if args.snapshot is not None else plot(points, args.plot)
-            print(f"wrote {args.plot}: {len(points):,} points") if args.plot else None
-            return 0
         except (OSError, ValueError) as e:  # ValueError: an ending that matplotlib does not know
-            print(f"cannot write {args.plot or work / 'snapshots'}: {e}", file=sys.stderr)
-            return 2
+            parser.exit(2, f"cannot write {args.plot or work / 'snapshots'}: {e}\n")
+        print(f"wrote {args.plot}: {len(points):,} points") if args.plot else None
+        return 0
     if args.json:
         print(json.dumps(look(args)[0], allow_nan=False))
         return 0
     if args.markdown is not None:
         path = Path(args.markdown or work / "STATUS.md")
-        page, temporary = markdown(look(args)[0]), Path(f"{path}.tmp")
         try:
-            temporary.write_text(page, encoding="utf-8", errors="replace")
-            os.replace(temporary, path)
+            write_atomic(path, markdown(look(args)[0]).encode(errors="replace"))
         except OSError as error:
-            print(f"cannot write {path}: {error.strerror}. Name another: --markdown FILE", file=sys.stderr)
-            return 2
+            parser.exit(2, f"cannot write {path}: {error.strerror}. Name another: --markdown FILE\n")
         print(f"wrote {path}")
         return 0
     from rich.console import Console
