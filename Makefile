@@ -90,7 +90,7 @@ setup: $(VENV)  ## make .venv and install requirements.txt into it
 
 # ---- a run
 
-plan: $(VENV)  ## tokenize, fix the batches, print samples, bytes and hours; no GPU, nothing into OUT
+plan: $(VENV)  ## tokenize, fix the batches, print samples, bytes and time; no GPU, nothing into OUT
 	@CUDA_VISIBLE_DEVICES= $(PY) extract.py $(FLAGS) $(ARGS) --plan-only
 
 warmup: $(VENV)  ## compile and prove the kernels once

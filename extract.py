@@ -761,7 +761,7 @@ class Uploads:
         # RESUME CONTRACT: the object was seen with its planned size: now the marker, and then the file may go
         mark(self.work, self.plan, batch, crc_of(path), excluded)
         fault("marked")
-        self.progress.marked(batch)
+        self.progress.marked(batch, len(excluded))
         for file in (path, path.with_suffix(".json")):
             file.unlink(missing_ok=True)
 
@@ -838,7 +838,7 @@ def run(o, work, progress, stop):
             file = stage.dir / Path(KEY.format(batch)).name
             file.with_suffix(".tmp").unlink(missing_ok=True)
             if batch in done:
-                progress.marked(batch, earlier=True)
+                progress.marked(batch, len((read_json(done[batch]) or {}).get("excluded", {})), earlier=True)
             elif file.is_file() and file.stat().st_size == plan.layout(batch)[2]:
                 uploads.add(batch, file)
             else:  # what is known of a file that is computed again is known no more

@@ -17,7 +17,8 @@ shards adds a line every 5 s, watched or not; it stays below 2,000.
 
 --json: sums over all shards (rates: of running ones); `eta_hours`, the slowest shard's, null if unknown;
 `state`: done (every shard is), else running (any is LIVE), else failed (any is BROKEN), else stopped; `box`,
-in bytes; `shards`: each progress file with pid, alive, age_s, condition (new pending starting running stale
+in bytes; `excluded`: of the processed samples those that --skip-bad or a lack of memory left as zeros;
+`shards`: each progress file with pid, alive, age_s, condition (new pending starting running stale
 unreadable done stopped failed refused gone) and message (words, empty when all is well); `summary`, a
 sentence; `bottleneck` (gpu host upload planning, null while unclear) and the `time_spent` that names it: the
 share of the shards' last 10 minutes in the forward pass, copying and writing, waiting for room in staging,
@@ -56,23 +57,22 @@ RECORD_S, MAX_POINTS = 5, 2000  # metrics.jsonl: a point so often, so many kept
 WINDOW_S = 600       # the time over which a bottleneck is named
 ASSUMED_RATE = 12_600  # tokens/s of Qwen3.6-27B, layers up to 61, on one H200 (tests/BENCH.md)
 LIVE, BROKEN = ("pending", "starting", "running", "stale", "unreadable"), ("failed", "refused", "gone")
+ENDS = {0: "done", 2: "refused", 3: "stopped"}  # what exit codes mean; every other one: failed
 CALM = ("", "starting", "pending")  # messages that say nothing bad
 ILL = {"failed": "failed", "refused": "was refused", "gone": "is gone", "stale": "is silent",
        "unreadable": "cannot be read"}
-COUNTS = ("processed skipped total batch total_batches tokens uploaded pending_uploads failed_uploads "
-          "staged_bytes waited_for_room_s uploaded_bytes").split()  # 0 when absent
+COUNTS = ("processed skipped excluded total batch total_batches tokens uploaded pending_uploads "
+          "failed_uploads staged_bytes waited_for_room_s uploaded_bytes").split()  # 0 when absent
 RATES = "rate_per_sec tokens_per_sec upload_bytes_per_sec gpu_busy host_busy".split()  # over the last 60 s
 MEASURES = [*RATES, "eta_hours", "updated_at"]  # None when unknown
 START = "make extract MODEL=... DATA=... OUT=..."
-
-
 COLOURS = "#3b82f6 #f59e0b #10b981 #ef4444 #8b5cf6 #06b6d4 #ec4899 #84cc16".split()
 SHARD_METRICS = {  # Prometheus' name: key of a shard
     "processed_samples_total": "processed", "processed_tokens_total": "tokens",
     "uploaded_batches_total": "batch", "uploaded_bytes_total": "uploaded_bytes",
     "waited_for_room_seconds_total": "waited_for_room_s", "planned_samples": "total",
     "planned_batches": "total_batches", "pending_uploads": "pending_uploads", "staged_bytes": "staged_bytes",
-    "failed_uploads": "failed_uploads", "progress_age_seconds": "age_s",
+    "failed_uploads": "failed_uploads", "excluded_samples": "excluded", "progress_age_seconds": "age_s",
     "samples_per_second": "rate_per_sec", "tokens_per_second": "tokens_per_sec", "eta_seconds": "eta_hours",
     "upload_bytes_per_second": "upload_bytes_per_sec", "forward_busy_ratio": "gpu_busy",
     "host_busy_ratio": "host_busy"}
@@ -92,11 +92,9 @@ def write_atomic(path, data):
 
 def say(text):
     """A line for the log; a full disk under it ends no run."""
-    try:
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
         os.write(1, f"[{time.strftime('%H:%M:%S')}] {text}\n".encode(errors="replace"))
-    except OSError:
-        pass
 
 
 def cgroup_room(groups=Path("/sys/fs/cgroup"), own=Path("/proc/self/cgroup")):
@@ -108,11 +106,9 @@ def cgroup_room(groups=Path("/sys/fs/cgroup"), own=Path("/proc/self/cgroup")):
             ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")):
         inner = Path(paths.get(kind, "."))
         for group in (groups / kind / part for part in (inner, *inner.parents)):
-            try:
+            with contextlib.suppress(OSError, ValueError, TypeError):  # no limit, or not this version
                 most, now, stat = ((group / name).read_text() for name in (limit, used, "memory.stat"))
                 yield int(most) - int(now) + int(re.search(rf"^{cache} (\d+)", stat, re.M)[1])
-            except (OSError, ValueError, TypeError):
-                pass  # it has no limit, or this version is not in use
 
 
 def room(path):
@@ -133,7 +129,8 @@ def estimate(plan, work, stage, shards):
     yield (f"plan {plan.fingerprint}: {c['samples']:,} samples, {c['tokens']:,} tokens, "
            f"{c['supervised']:,} of them supervised, {c['turns_lost']:,} turns not located")
     if c["skipped"]:
-        yield f"{c['skipped']:,} samples skipped {c['skipped_by_reason']}: {work / 'plan' / 'skipped.jsonl'}"
+        yield (f"{c['skipped']:,} sample{'s' * (c['skipped'] != 1)} skipped {c['skipped_by_reason']}: "
+               f"{work / 'plan' / 'skipped.jsonl'}")
     yield f"layers {plan.layers}{' and the final state' * plan.final}: {plan.convention}"
     yield (f"{c['batches']:,} batches, {c['tokens'] / c['batches'] / plan.tokens:.1%} of {plan.tokens:,} "
            f"tokens full: {c['bytes'] / 1e9:,.2f} GB ({c['bytes'] / c['tokens']:,.0f} bytes a token) "
@@ -141,8 +138,8 @@ def estimate(plan, work, stage, shards):
     yield (f"{stage.capacity() / 1e9:,.2f} GB of room in {stage.dir.parent}, up to "
            f"{c['largest'] / 1e9:.3f} GB a batch")
     whence = "as warm-up measured" if measured else "assumed, Qwen3.6-27B on one H200; `make warmup` measures"
-    yield (f"{c['tokens'] / rate / shards / 3600:,.2f} hours with {shards} shards, at {rate:,.0f} tokens/s "
-           f"each ({whence})")
+    yield (f"{span(max(1, c['tokens'] / rate / shards))} with {shards} shard{'s' * (shards != 1)}, "
+           f"at {rate:,.0f} tokens/s each ({whence})")
 
 
 class Progress(threading.Thread):
@@ -199,14 +196,14 @@ class Progress(threading.Thread):
         self.began = time.time()
         self.set(state="running")
 
-    def marked(self, batch, earlier=False):
-        """A batch has its marker; one of an earlier start counts for no rate."""
+    def marked(self, batch, excluded, earlier=False):
+        """A batch has its marker, so many samples excluded; one of an earlier start counts for no rate."""
         samples, tokens = len(self.plan.rows(batch)), int(self.plan.batch_tokens[batch])
         size = 0 if earlier else self.plan.layout(batch)[2]
         with self.lock:
             self.left -= tokens
             for key, n in (("batch", 1), ("uploaded", 1), ("processed", samples), ("tokens", tokens),
-                           ("uploaded_bytes", size)):
+                           ("excluded", excluded), ("uploaded_bytes", size)):
                 self.now[key] += n
             if not earlier:
                 self.events.append((time.time(), samples, tokens, size, 0, 0))
@@ -239,10 +236,10 @@ class Progress(threading.Thread):
     def line(self):
         """What a shard's log says now and then."""
         now = self.now
-        eta = "?" if now["eta_hours"] is None else f"{now['eta_hours']:.2f} h"
-        part = now["batch"] / max(1, now["total_batches"])
-        return (f"batch {now['batch']}/{now['total_batches']} ({part:.0%}) | "
-                f"{now['rate_per_sec']:,.1f} samples/s | {now['tokens_per_sec']:,.0f} tokens/s | eta {eta} | "
+        part = 100 * now["batch"] // max(1, now["total_batches"])
+        return (f"batch {now['batch']}/{now['total_batches']} ({part} %) | "
+                f"{now['rate_per_sec']:,.1f} samples/s | {now['tokens_per_sec']:,.0f} tokens/s | "
+                f"eta {span(now['eta_hours'], 3600)} | "
                 f"{now['pending_uploads']} uploads pending, {now['failed_uploads']} failed")
 
 
@@ -261,6 +258,16 @@ def read_json(path):
 def number(value, default=None):
     """value if it is a finite number >= 0 of believable size, else default."""
     return value if type(value) in (int, float) and 0 <= value < 1e18 else default
+
+
+def end_of(path, size):
+    """The last bytes of a file, none where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+            return file.read()
+    except OSError:
+        return b""
 
 
 def clean(text):
@@ -312,20 +319,15 @@ def read_shard(work, shard):
     # An update in the future means that the clock was set back: as good as fresh.
     age = s["age_s"] = None if s["updated_at"] is None else max(0.0, time.time() - s["updated_at"])
     fresh = age is not None and age <= STALE_S
-    over = code is not None or state in ("done", "failed", "stopped")
+    end = ENDS.get(code, "failed") if code is not None else state
+    over = end in (*ENDS.values(), "failed")
     s["alive"] = bool(process) if pid else fresh and not over
 
-    error = clean(s["error"]) or "no error recorded"
-    if code == 2:
-        found = "refused", f"refused: {error}"
-    elif code not in (None, 0, 3) or (code is None and state == "failed"):
-        found = "failed", f"failed: {error}"
-    elif code == 3 or (code is None and state == "stopped"):
-        found = "stopped", "stopped (resumable)"
-    elif code == 0 or state == "done":
-        found = "done", ""
+    if over:
+        unsaid = "the same command goes on" if end == "stopped" else "no error recorded"
+        found = end, f"{end}: {clean(s['error']) or unsaid}" if end != "done" else ""
     elif pid and not process:
-        found = "gone", f"pid {pid} is gone"
+        found = "gone", f"pid {pid} is gone: it ended without a word (killed? out of memory?)"
     elif progress is None and os.path.exists(path):
         found = "unreadable", f"unreadable: {path} is not a JSON object"
     elif progress is None:
@@ -378,10 +380,20 @@ def count_shards(work):
     return newest[1] or highest
 
 
-def totals(shards):
+def planned_counts(work):
+    """What the plan says of the whole run under `counts`, {} where there is none."""
+    counts = (read_json(work / "plan" / "plan.json") or {}).get("counts")
+    return counts if isinstance(counts, dict) else {}
+
+
+def totals(shards, counts):
+    """Sums over the shards; what shards that have not begun are to do is in the plan's counts."""
     running = [s for s in shards if s["condition"] == "running"]
     out = {key: sum(s[key] for s in shards) for key in COUNTS}
     out |= {key: sum(s[key] or 0 for s in running) for key in RATES[:3]}
+    samples, skipped, batches = (number(counts.get(key), 0) for key in ("samples", "skipped", "batches"))
+    for key, planned in (("total", samples + skipped), ("skipped", skipped), ("total_batches", batches)):
+        out[key] = max(out[key], planned)
     # Shards are independent, so the run ends with its slowest; a dead, silent or new one leaves that unknown.
     etas = [s["eta_hours"] if s in running else None for s in shards if s["condition"] != "done"]
     return out | {"eta_hours": None if not shards or None in etas else max(etas, default=0.0)}
@@ -399,13 +411,14 @@ def read_run(work, stage, num_shards=None, jobs=None):
     conditions = {s["condition"] for s in shards}
     state = ("done" if conditions == {"done"} else "running" if conditions & set(LIVE) else
              "failed" if conditions & set(BROKEN) else "stopped")
-    plan = read_json(work / "plan" / "plan.json") or {}
-    reasons = plan["counts"].get("skipped_by_reason") if isinstance(plan.get("counts"), dict) else None
+    plan, counts = read_json(work / "plan" / "plan.json") or {}, planned_counts(work)
+    reasons = counts.get("skipped_by_reason")
     reasons = reasons.items() if isinstance(reasons, dict) else ()
     return {"work": str(work), "fingerprint": clean(plan.get("fingerprint")) or None, "state": state,
             "out": clean(plan.get("out")) or None, "num_shards": len(shards),
-            "skipped_by_reason": {clean(why): n for why, n in reasons if number(n)}, **totals(shards),
-            "shards": shards, "box": read_box(stage), "slurm": words if planned else None}
+            "skipped_by_reason": {clean(why): n for why, n in reasons if number(n)},
+            **totals(shards, counts), "shards": shards, "box": read_box(stage),
+            "slurm": words if planned else None}
 
 
 def read_gpus():
@@ -485,13 +498,7 @@ def point(status):
 def history(work, last_bytes=1 << 30):
     """The points of metrics.jsonl by time, without torn lines and what is newer than the last one (a clock
     was set back)."""
-    try:
-        with open(work / "metrics.jsonl", "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - last_bytes))
-            lines = file.read().splitlines()
-    except OSError:
-        return []
-    points = [p for p in map(point_of, lines) if p]
+    points = [p for p in map(point_of, end_of(work / "metrics.jsonl", last_bytes).splitlines()) if p]
     return sorted((p for p in points if p["t"] <= points[-1]["t"]), key=lambda p: p["t"])
 
 
@@ -567,28 +574,32 @@ def judged(status, points):
         None: f"nothing is busy half of the time ({model} {share['gpu']}, copying and writing "
               f"{share['host']}): look at CPU system time and the logs"}[name]
     shards, total = status["shards"], status["num_shards"]
-    running, pending = ([s for s in shards if s["condition"] == c] for c in ("running", "pending"))
+    running, each = [s for s in shards if s["condition"] == "running"], collections.Counter(
+        s["condition"] for s in shards)
     wrong = [f"shard {s['shard']} {ILL[s['condition']]}" for s in shards if s["condition"] in ILL]
     if running and not wrong and all(s["state"] == "draining" for s in running):
         name, words = "upload", f"all is computed, {status['pending_uploads']:,} uploads to {output} are left"
     elif seconds < 20:
         words = "too early to name a bottleneck"
     how = ", ".join([f"{len(running)} of {total} shard{'s' * (total != 1)} running",
-                     *[f"{len(pending)} pending in Slurm"] * bool(pending),
+                     *[f"{each['pending']} pending in Slurm"] * bool(each["pending"]),
+                     *[f"{each['stopped']} stopped"] * bool(each["stopped"]),
                      *wrong[:3], *[f"{len(wrong) - 3} more in trouble"] * (len(wrong) > 3)])
     if not shards:
         tokenizing = process_state(pid_of(Path(status["work"], "pids", ".plan")), status["work"])
         how = "planning: the data is being tokenized" if tokenizing else "no shard has been started here"
     elif status["state"] == "done":
-        how = (f"done: {status['processed']:,} samples in {status['batch']:,} batches, all in {output}; "
-               f"{status['skipped']:,} skipped" + ended_within(shards))
+        how = (f"done: {there(status)[0]:,} samples in {status['batch']:,} batches, all in {output}; "
+               f"{', '.join(left_out(status)) or '0 skipped'}"
+               + " (manifest.json names those)" * bool(status["excluded"]) + ended_within(shards))
     elif running:
         how += f"{';' if wrong else ','} {words}"
     elif status["state"] in ("stopped", "failed"):
-        how = "not running: " + ", ".join(
-            f"{n} {c}" for c, n in collections.Counter(s["condition"] for s in shards).items()
-        ) + f"; the same make {'slurm' if status.get('slurm') else 'extract'} goes on"
-    worry = "much" if wrong else "some" if status["state"] == "stopped" or name == "upload" else "none"
+        how = (f"not running: {', '.join(f'{n} {condition}' for condition, n in each.items())}; "
+               + "mend the cause, then " * bool(wrong)
+               + f"the same make {'slurm' if status.get('slurm') else 'extract'} goes on")
+    halted = each["stopped"] or status["state"] == "stopped"
+    worry = "much" if wrong else "some" if halted or name == "upload" else "none"
     return status | {"time_spent": spent, "bottleneck": name if running else None, "worry": worry,
                      "summary": how[0].upper() + how[1:]}
 
@@ -613,9 +624,20 @@ def span(value, unit_s=1, parts=2):
     return " ".join(f"{n} {unit}" for n, unit in units[:parts])
 
 
+def there(s):
+    """(samples that are in OUT, those that will be): without what planning skipped and what was excluded."""
+    return max(0, s["processed"] - s["excluded"]), max(0, s["total"] - s["skipped"] - s["excluded"])
+
+
 def percent(s):
-    """How much of what planning did not skip is marked."""
-    return min(100, int(100 * s["processed"] / max(1, s["total"] - s["skipped"])))
+    """100 only when all are there."""
+    done, wanted = there(s)
+    return min(100, int(100 * done / max(1, wanted)))
+
+
+def left_out(s):
+    """What is not among those samples, in words."""
+    return [f"{s[key]:,} {key}" for key in ("skipped", "excluded") if s[key]]
 
 
 def gigabytes(used, total):
@@ -630,12 +652,7 @@ def doing(s):
 
 def tail(path, size=4096):
     """The lines at the end of a log that hold anything, each printable and of bounded length."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
-            return [*filter(None, map(clean, file.read().decode(errors="replace").splitlines()))]
-    except OSError:
-        return []
+    return [*filter(None, map(clean, end_of(path, size).decode(errors="replace").splitlines()))]
 
 
 def problem(work, s):
@@ -646,7 +663,7 @@ def problem(work, s):
 
 
 COLUMNS = ["shard", "state", "samples", "%", "samples\n/s", "tokens\n/s", "ETA", "skipped",
-           "uploads\nqueued/\nfailed", "waited\nfor room", "GPU\nbusy", "age"]
+           "uploads\nqueued/\nfailed", "waited\nfor room", "GPU\nbusy", "last\nseen"]
 
 
 def rows(status):
@@ -654,12 +671,12 @@ def rows(status):
     def row(s, name, state, running):
         rate, tokens, busy = [s.get(key) if running else None for key in
                               ("rate_per_sec", "tokens_per_sec", "gpu_busy")]
-        age = span(s["age_s"], parts=1) if "age_s" in s else ""
-        return [name, state, f"{s['processed']:,}/{s['total']:,}", f"{percent(s)} %",
+        seen = "" if s.get("age_s") is None else f"{span(s['age_s'], parts=1)} ago"
+        return [name, state, "{:,}/{:,}".format(*there(s)), f"{percent(s)} %",
                 "—" if rate is None else f"{rate:,.1f}", "—" if tokens is None else f"{tokens:,.0f}",
                 span(s["eta_hours"] if running else None, 3600), f"{s['skipped']:,}",
                 f"{s['pending_uploads']}/{s['failed_uploads']}", span(s["waited_for_room_s"], parts=1),
-                "—" if busy is None else f"{100 * min(1, busy):.0f} %", age]
+                "—" if busy is None else f"{100 * min(1, busy):.0f} %", seen]
     out = [row(s, str(s["shard"]), doing(s), s["condition"] == "running") for s in status["shards"]]
     return out + [row(status, "all", status["state"], status["state"] == "running")]
 
@@ -668,13 +685,13 @@ def texts(status):
     """What stands around the table: a headline, the problems, the box."""
     box = status["box"]
     plan = f"plan {status['fingerprint'][:12]}" if status["fingerprint"] else "no plan yet"
-    headline = (f"{status['work']} | {plan} | {status['state']} | "
-                f"batches {status['batch']:,}/{status['total_batches']:,} | "
-                f"{status['staged_bytes'] / 1e9:,.1f} GB staged | ETA {span(status['eta_hours'], 3600)}")
+    headline = " | ".join([
+        status["work"], plan, status["state"], f"batches {status['batch']:,}/{status['total_batches']:,}",
+        *left_out(status), f"{status['staged_bytes'] / 1e9:,.1f} GB staged",
+        f"ETA {span(status['eta_hours'], 3600)}"])
     problems = [f"shard {s['shard']}: {problem(status['work'], s)}" for s in status["shards"]
                 if s["message"] not in (*CALM, "not started")]
-    if not status["shards"]:
-        problems = [f"no shard has been started here: {START}"]
+    problems += [] if status["shards"] else [f"begin with {START}"]
     return [headline, status["summary"]], problems, [
         *([f"Slurm   {status['slurm']}"] if status.get("slurm") else []),
         *(f"GPU {gpu['index']}   {gpu['name'] or 'unnamed'}   busy "
@@ -695,9 +712,8 @@ def terminal(status, width):
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     shown = [i for i, name in enumerate(COLUMNS) if width >= 100 or name[:3] not in ("ski", "wai", "GPU")]
     for name in (COLUMNS[i] for i in shown):
-        left = name in ("shard", "state")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name != "state",
-                         min_width=8 if name == "state" else None)
+        table.add_column(name, justify="left" if name in ("shard", "state") else "right",
+                         no_wrap=name != "state", min_width=8 if name == "state" else None)
     *cells, total = rows(status)
     for s, row in zip(status["shards"], cells):  # as Text: a message may hold what rich takes for markup
         style = "green" if s["condition"] == "done" else "red" if s["message"] not in CALM else ""
@@ -1091,13 +1107,14 @@ def follow(args, work, console, live):
                     told[s["shard"]] = s["state"], s["condition"]
                     print(clock, f"shard {s['shard']}: {s['message'] or doing(s)}", flush=True)
             if over or now - last_line >= FOLLOW_LINE_S:
-                last_line, t = now, totals(shards)
+                last_line, t = now, totals(shards, planned_counts(work))
                 failed = f", {t['failed_uploads']:,} failed" if t["failed_uploads"] else ""
+                speed = () if over else (
+                    f"{t['rate_per_sec']:,.1f} samples/s", f"{t['tokens_per_sec']:,.0f} tokens/s",
+                    f"eta {span(t['eta_hours'], 3600)}")
                 print(f"{clock} {count} shard{'s' * (count != 1)}",
-                      f"{t['processed']:,}/{t['total']:,} samples ({percent(t)} %)",
-                      f"{t['rate_per_sec']:,.1f} samples/s", f"{t['tokens_per_sec']:,.0f} tokens/s",
-                      f"eta {span(t['eta_hours'], 3600)}",
-                      f"uploads {t['pending_uploads']:,} pending{failed}", sep=" | ", flush=True)
+                      ", ".join(["{:,}/{:,} samples ({} %)".format(*there(t), percent(t)), *left_out(t)]),
+                      *speed, f"uploads {t['pending_uploads']:,} pending{failed}", sep=" | ", flush=True)
         if over:
             break
         time.sleep(1.0 if console.is_terminal else 0.5)
@@ -1106,15 +1123,15 @@ def follow(args, work, console, live):
     if not shards:
         print(f"no shard has been started in {work}: {START}", file=sys.stderr)
         return 2
-    names = {0: "done", 2: "refused", 3: "stopped"}
     for s, code in zip(shards, codes):
-        why = f": {problem(work, s)}" if code else ""
-        print(f"shard {s['shard']} exited {code} ({names.get(code, 'failed')}){why}")
+        name = ENDS.get(code, "failed")
+        why = ": " + problem(work, s).removeprefix(f"{name}: ") if code else ""
+        print(f"shard {s['shard']} exited {code} ({name}){why}")
     print(f"all are done{ended_within(shards)}") if not any(codes) else None
-    worst = min((code if code in names else 1 for code in codes), key=(1, 2, 3, 0).index)
+    worst = min((code if code in ENDS else 1 for code in codes), key=(1, 2, 3, 0).index)
     if worst:
         print("next: " + ("" if worst == 3 else "mend what the lines above name, then ") +
-              "give the same command again; what is marked is kept, the rest is extracted")
+              "give the same command again; the batches in OUT are kept, the rest is extracted")
     return worst
 
 
@@ -1161,32 +1178,26 @@ def main():
         error = f"no work directory {args.work!r}: {START}   or name the run's own: make status WORK=DIR"
         if args.json:
             print(json.dumps({"error": error, "work": args.work}))
-        print(error, file=sys.stderr)
-        return 2
+        parser.exit(2, f"{error}\n")
     if args.snapshot is not None or args.plot:
         points = history(work)
         if not points and args.plot:
-            print(f"no history yet: {work / 'metrics.jsonl'} is written while shards run", file=sys.stderr)
-            return 2
+            parser.exit(2, f"no history yet: {work / 'metrics.jsonl'} is written while shards run\n")
         try:
             keep(args) if args.snapshot is not None else plot(points, args.plot)
-            print(f"wrote {args.plot}: {len(points):,} points") if args.plot else None
-            return 0
         except (OSError, ValueError) as e:  # ValueError: an ending that matplotlib does not know
-            print(f"cannot write {args.plot or work / 'snapshots'}: {e}", file=sys.stderr)
-            return 2
+            parser.exit(2, f"cannot write {args.plot or work / 'snapshots'}: {e}\n")
+        print(f"wrote {args.plot}: {len(points):,} points") if args.plot else None
+        return 0
     if args.json:
         print(json.dumps(look(args)[0], allow_nan=False))
         return 0
     if args.markdown is not None:
         path = Path(args.markdown or work / "STATUS.md")
-        page, temporary = markdown(look(args)[0]), Path(f"{path}.tmp")
         try:
-            temporary.write_text(page, encoding="utf-8", errors="replace")
-            os.replace(temporary, path)
+            write_atomic(path, markdown(look(args)[0]).encode(errors="replace"))
         except OSError as error:
-            print(f"cannot write {path}: {error.strerror}. Name another: --markdown FILE", file=sys.stderr)
-            return 2
+            parser.exit(2, f"cannot write {path}: {error.strerror}. Name another: --markdown FILE\n")
         print(f"wrote {path}")
         return 0
     from rich.console import Console

@@ -737,15 +737,21 @@ def passed_over(new, poisoned):
     run = new(data)
     run.model = model
     run.code, run.first = run.run("--skip-bad"), run.markers()
+    run.counted = [run.progress()]
     run.manifest = json.loads((run.out / "manifest.json").read_text())
     shutil.rmtree(run.work)
     run.next_code = run.run("--resume-from-output", "--skip-bad")
+    run.counted.append(run.progress())
     return run
 
 
 def test_a_bad_sample_can_be_passed_over_and_is_recorded(passed_over):
     assert passed_over.code == 0, passed_over.log()
     assert passed_over.first[0]["excluded"] == passed_over.manifest["excluded"] == {"2": "bad numbers"}
+
+
+def test_a_sample_passed_over_is_counted_by_this_start_and_the_next(passed_over):
+    assert [p["excluded"] for p in passed_over.counted] == [1, 1]
 
 
 def test_a_sample_passed_over_is_zeros_without_a_mask(passed_over):

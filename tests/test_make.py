@@ -5,6 +5,7 @@ python -m pytest -q tests/test_make.py
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -264,8 +265,13 @@ def test_bad_input_is_refused_before_anything_starts(run, tmp_path):
 
 def test_plan_writes_nothing_into_out(run, tmp_path):
     p = make("plan", *run)
-    assert p.returncode == 0 and "hours" in p.stdout
+    assert p.returncode == 0 and "GB of room" in p.stdout
     assert not (tmp_path / "out").exists()
+
+
+def test_the_plan_says_how_long_it_takes_in_a_unit_to_read(run):
+    p = make("plan", *run)
+    assert re.search(r"\] \d+ s with 2 shards, at [\d,]+ tokens/s each", p.stdout), p.stdout
 
 
 def test_warmup_ends_in_one_json_object_and_keeps_it(inputs):

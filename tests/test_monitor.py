@@ -139,8 +139,8 @@ def test_exit_code_2_is_refused(run):
 
 
 def test_a_stopped_shard_is_resumable(run):
-    run.progress(0, state="stopped", exit_code=3)
-    assert "stopped (resumable)" in run.table()
+    run.progress(0, state="stopped", exit_code=3, error="with 5 of 10 batches done; the same command goes on")
+    assert "shard 0: stopped: with 5 of 10 batches done; the same command goes on | log" in run.table()
 
 
 def test_a_shard_without_progress_is_starting(run):
@@ -362,6 +362,16 @@ def test_the_runs_state(run, codes, state):
     assert run.json()["state"] == state
 
 
+def test_the_sentence_counts_stopped_shards_while_others_run(run):
+    run.progress(0, 2), run.process(0), run.progress(1, 2, state="stopped", exit_code=3)
+    assert run.json()["summary"].startswith("1 of 2 shards running, 1 stopped, ")
+
+
+def test_after_a_failure_the_sentence_does_not_promise_that_a_restart_is_enough(run):
+    run.progress(0, state="failed", exit_code=1, error="boom")
+    assert run.json()["summary"] == "Not running: 1 failed; mend the cause, then the same make extract goes on"
+
+
 def test_the_fingerprint_comes_from_the_plan(run):
     (run.work / "plan" / "plan.json").write_text('{"fingerprint": "abc123"}')
     assert run.json()["fingerprint"] == "abc123"
@@ -369,27 +379,49 @@ def test_the_fingerprint_comes_from_the_plan(run):
 
 def test_a_piped_table_has_a_row_a_shard_and_a_total(run):
     for shard in range(8):
-        run.progress(shard, 8, processed=228_000, total=228_447)
+        run.progress(shard, 8, processed=228_000, total=228_457)
     rows = [line.split() for line in run.table().splitlines()]
     assert [row[0] for row in rows if "3/0" in row or "24/0" in row] == [*map(str, range(8)), "all"]
 
 
 def test_a_row_is_not_cut_off_in_a_pipe(run):
-    run.progress(0, state="waiting_for_room", processed=228_000, total=228_447)
+    run.progress(0, state="waiting_for_room", processed=228_000, total=228_457)
     (row,) = [line.split() for line in run.table().splitlines() if line.startswith("0 ")]
     cells = "0 waiting for room 228,000/228,447 99 % 145.0 61,000 3 h 12 min 10 3/0 7 s 97 %"
-    assert row[:-2] == cells.split()  # the last two are the age
+    assert row[:-3] == cells.split()  # the last three are when it was seen: 0 s ago
+
+
+def test_a_column_says_when_each_shard_was_seen_last(run):
+    run.progress(0, updated_at=time.time() - 3600, state="stopped", exit_code=3)
+    table = run.table()
+    assert re.search(r"\blast *\n.* seen *\n", table) and re.search(r"^0 .* 1 h ago *$", table, re.M)
 
 
 @pytest.mark.parametrize("columns", [80, 100])
 def test_a_row_is_whole_on_a_terminal(run, columns):
-    run.progress(0, processed=228_000, total=228_447)
+    run.progress(0, processed=228_000, total=228_457)
     terminal, its_end = pty.openpty()
     termios.tcsetwinsize(its_end, (40, columns))
     subprocess.run([sys.executable, MONITOR, "--work", run.work], stdout=its_end,
                    env=os.environ | {"TERM": "xterm"})
     (row,) = [line for line in os.read(terminal, 65536).decode().splitlines() if line.startswith("0 ")]
-    assert re.match(r"0 +running +228,000/228,447 99 % +145.0 61,000 3 h 12 min .*3/0 .*\d s", row)
+    assert re.match(r"0 +running +228,000/228,447 99 % +145.0 61,000 3 h 12 min .*3/0 .*\d s ago", row)
+
+
+def test_what_planning_skipped_is_not_waited_for(run):
+    run.progress(0, state="done", exit_code=0, processed=40, skipped=1, total=41)
+    assert re.search(r"^0 +done +40/40 100 % .* 1 +3/0", run.table(), re.M)
+
+
+def test_what_was_excluded_is_not_there(run):
+    run.progress(0, state="done", exit_code=0, processed=41, skipped=0, excluded=1, total=41)
+    assert "| 1 excluded |" in run.table() and "Done: 40 samples" in run.json()["summary"]
+
+
+def test_a_shard_that_never_planned_counts_with_what_the_plan_gives_it(run):
+    run.progress(0, 2, state="done", exit_code=0, processed=20, skipped=0, total=20), run.dead_pid(1)
+    (run.work / "plan" / "plan.json").write_text('{"counts": {"samples": 40, "skipped": 2, "batches": 20}}')
+    assert re.search(r"^all +failed +20/40 +50 % .* 2 ", run.table(), re.M)
 
 
 def test_markdown_writes_status_md(run):
@@ -454,8 +486,20 @@ def test_follow_waits_for_a_live_shard(run):
 def test_follow_says_how_each_shard_ended(run):
     run.progress(0, 2, exit_code=0, state="done"), run.progress(1, 2, exit_code=3, state="stopped")
     lines = run.table("--follow", "--num-shards", "2").splitlines()
-    stopped = f"shard 1 exited 3 (stopped): stopped (resumable) | log {run.work / 'logs' / 'shard_1.log'}"
+    stopped = f"shard 1 exited 3 (stopped): the same command goes on | log {run.work / 'logs' / 'shard_1.log'}"
     assert {"shard 0 exited 0 (done)", stopped} <= {*lines}
+
+
+@pytest.mark.parametrize("code, word", [(1, "failed"), (2, "refused"), (3, "stopped")])
+def test_follow_says_once_how_a_shard_ended(run, code, word):
+    run.progress(0, exit_code=code, state="failed", error="no such file")
+    assert f"\nshard 0 exited {code} ({word}): no such file | log" in run.table("--follow")
+
+
+def test_the_last_line_of_follow_has_no_rates(run):
+    run.progress(0, exit_code=3, state="stopped", error="asked to")
+    last = [line for line in run.table("--follow").splitlines() if " samples (" in line][-1]
+    assert last.endswith("1,000/2,000 samples (50 %), 10 skipped | uploads 3 pending")
 
 
 def test_follow_prints_changes_of_state(run):
@@ -469,8 +513,28 @@ def test_follow_prints_changes_of_state(run):
 
 def test_follow_prints_a_summary(run):
     run.progress(0, exit_code=0, state="done")
-    line = r"\] 1 shard \| 1,000/2,010 samples \(50 %\) \| .* \| eta 0 s \| uploads 3 pending"
+    line = r"\] 1 shard \| 1,000/2,000 samples \(50 %\), 10 skipped \| uploads 3 pending"
     assert re.search(line, run.table("--follow"))
+
+
+def test_follow_prints_rates_while_shards_run(run):
+    run.progress(0), run.process(0), run.progress(1, 2, exit_code=3, state="stopped")
+    follow = run.background("--follow", "--num-shards", "2")
+    while " samples (" not in (line := follow.stdout.readline()):
+        pass
+    run.processes[0].kill()
+    follow.communicate(timeout=30)
+    assert " | 145.0 samples/s | 61,000 tokens/s | eta — | uploads 6 pending\n" in line
+
+
+def test_follow_names_what_was_left_out(run):
+    run.progress(0, exit_code=0, state="done", processed=41, skipped=1, excluded=1, total=42)
+    assert "| 40/40 samples (100 %), 1 skipped, 1 excluded |" in run.table("--follow")
+
+
+def test_all_but_one_sample_is_not_100_percent(run):
+    run.progress(0, exit_code=3, state="stopped", processed=913_785, skipped=0, total=913_786)
+    assert "913,785/913,786 samples (99 %)" in run.table("--follow")
 
 
 def test_a_vanished_process_counts_as_1(run):
@@ -527,7 +591,7 @@ def test_follow_ends_when_nobody_is_left_who_moves(four):
 def test_follow_names_each_shard_that_did_not_finish(four):
     assert "shard 0 exited 0 (done)" in four.said
     assert re.search(r"shard 1 exited 1 \(failed\): pid \d+ is gone", four.said)
-    assert "shard 2 exited 1 (failed): failed: boom" in four.said
+    assert "shard 2 exited 1 (failed): boom" in four.said
     assert re.search(r"shard 3 exited 1 \(failed\): stale \d+ s \(process is stopped: SIGSTOP\)", four.said)
 
 
