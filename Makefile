@@ -55,6 +55,12 @@ PY ?= .venv/bin/python
 
 KNOBS := MODEL DATA OUT LAYERS TOKENS MAX_LEN - GPUS WORK STAGE UPLOADS UPLOAD_MBPS ARGS - NODES SBATCH - WEB_PORT \
          WEB_HOST SHARD SAMPLES DTYPE DEVICE TO FORMAT ALGORITHM PORT PY
+# A name on the command line that nothing reads is a slip, and a run with defaults is not what was asked for.
+KNOWN := $(filter-out -,$(KNOBS)) WEB_TOKEN
+SLIPS := $(foreach v,$(.VARIABLES),$(if $(filter command,$(origin $v)),$(filter-out $(KNOWN) AWS_% CUDA_% HF_%,$v)))
+$(foreach v,$(SLIPS),$(error $v= is no knob$(addprefix ; the nearest is ,$(shell python3 -c 'import difflib, sys; \
+  print(*difflib.get_close_matches(sys.argv[1].upper(), sys.argv[2:], 1, 0))' '$v' $(KNOWN))). `make` alone lists \
+  them, and what another program reads goes before it: $v=... make))
 export WEB_TOKEN
 SHAPE = --model '$(MODEL)' --work '$(WORK)' --layers '$(LAYERS)' --tokens '$(TOKENS)' --max-len '$(MAX_LEN)'
 FLAGS = $(SHAPE) --data '$(DATA)' --out '$(OUT)' --stage '$(STAGE)' --uploads '$(UPLOADS)' \

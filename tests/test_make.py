@@ -137,6 +137,25 @@ def test_make_alone_explains_targets_and_knobs():
     assert "extract" in p.stdout and "UPLOAD_MBPS" in p.stdout
 
 
+@pytest.mark.parametrize("target", ["help", "extract", "status", "stop", "test"])
+def test_a_mistyped_knob_is_refused_with_the_nearest_name(target):
+    for slip, meant in (("GPU=4", "GPUS"), ("MODLE=x", "MODEL"), ("uploads=3", "UPLOADS")):
+        p = make(target, slip)
+        assert p.returncode == 2 and f"the nearest is {meant}." in p.stderr and slip.split("=")[0] in p.stderr
+
+
+def test_variables_of_the_environment_and_of_other_programs_are_not_refused():
+    other = ["WEB_TOKEN=0123456789abcdef", "CUDA_VISIBLE_DEVICES=", "AWS_PROFILE=x", "HF_HOME=/tmp"]
+    assert make("help", *other, env={**os.environ, "GPU": "4", "MODLE": "x"}).returncode == 0
+
+
+def test_variables_of_local_mk_are_not_refused(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "local.mk").write_text("BUCKET = b\nOUT = s3://$(BUCKET)/run\n")
+    p = subprocess.run(["make", "help"], cwd=tmp_path, capture_output=True, text=True)
+    assert p.returncode == 0 and "s3://b/run" in p.stdout, p.stderr
+
+
 def test_extract_names_each_exit_code(finished):
     p, _ = finished
     assert p.returncode == 0, p.stdout + p.stderr
