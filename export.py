@@ -161,6 +161,17 @@ class Local:
             return dict(json.loads(self.read(key) or b"{}"))
         except (ValueError, TypeError):
             raise OutputError(f"{self}/{key} is none of ours, it holds no JSON object") from None
+        except OSError as e:
+            raise OutputError(f"{self}/{key}: {e.strerror}") from None
+
+    def prove(self):
+        """Makes a file without a name in OUT, or in what there is of its path. Raises OutputError."""
+        there = self.root
+        try:
+            there = next(path for path in (there, *there.parents) if path.exists())
+            tempfile.TemporaryFile(dir=there).close()
+        except OSError as e:
+            raise OutputError(f"no file can be made in {there} ({e.strerror})") from None
 
     def write(self, key, data):
         """str or bytes -> OUT/key."""
@@ -262,6 +273,9 @@ class S3(Local):
                 raise OutputError(f"aws {' '.join(args[:2])}: {how}: {words or 'no words'}")
             out.seek(0)
             return out.read()
+
+    def prove(self):
+        """Nothing: reading has shown bucket and credentials; a try at writing would leave a trace."""
 
     def api(self, command, *args, deadline=120.0):
         return self.aws("s3api", command, "--bucket", self.bucket, *args, deadline=deadline)

@@ -465,6 +465,7 @@ def get_plan(o, work, path, output):
     with open(directory / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it however this process ends
         there = output.read_json("manifest.json")
+        output.prove() if not there.get("complete") else None
         old = read_json(directory / "plan.json") or {}
         sizes = {f: warmup.size_of(directory / f) for f in PLAN_FILES}
         old, begun = old if old.get("whole") and old["files"] == sizes else {}, bool(marked(work))
@@ -494,7 +495,7 @@ def get_plan(o, work, path, output):
         plan.in_use, plan.complete = in_use, there.get("complete")
         if plan.inputs != inputs:  # equal data under new dates: next time it need not be read to know
             write_atomic(directory / "plan.json", json.dumps(plan.known | {"inputs": inputs}, indent=1))
-        if not there and not o.plan_only:  # which also proves that OUT takes files, before any GPU is touched
+        if not there and not o.plan_only:  # which also proves that S3 takes objects, before a model is loaded
             output.write("index.parquet", (directory / "index.parquet").read_bytes())
             output.write("manifest.json", manifest(plan))
     return plan
@@ -811,8 +812,8 @@ def run(o, work, progress, stop):
             if reconcile(plan, work, output, batches) and plan.complete:
                 output.write("manifest.json", manifest(plan))
     except OutputError as e:
-        raise Refused(f"OUT {o.out} cannot be used: {str(e).rstrip('.')}. Look at its name, the credentials, "
-                      "AWS_ENDPOINT_URL") from None
+        look = "name, the credentials, AWS_ENDPOINT_URL" if o.out.startswith("s3:") else "path, permissions"
+        raise Refused(f"OUT {o.out} cannot be used: {str(e).rstrip('.')}. Look at its {look}") from None
     stage = Stage(o.stage, plan.fingerprint)
     for line in monitor.estimate(plan, work, stage, o.num_shards) if not o.reconcile else ():
         say(line)
@@ -942,8 +943,7 @@ def main(argv=None):
         code, error = 1, f"{type(e).__name__}: {first_line(e)}"
     state = "done failed failed stopped".split()[code]
     say(f"{'refused' if code == 2 else state}: {error}") if error else None
-    if progress:
-        progress.set(state=state, exit_code=code, error=error)
+    progress.set(state=state, exit_code=code, error=error) if progress else None
     return code
 
 if __name__ == "__main__":

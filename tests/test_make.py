@@ -281,10 +281,17 @@ def test_bad_input_is_refused_before_anything_starts(run, tmp_path):
     assert not list(tmp_path.glob("w/progress_shard_*.json"))
 
 
+def test_an_out_that_cannot_be_written_is_refused_before_tokenizing_and_warming_up(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    p = make("extract", *run, f"OUT={tmp_path}/file/out")
+    assert p.returncode == 2 and f"OUT {tmp_path}/file/out cannot be used" in p.stdout, p.stdout + p.stderr
+    assert not (tmp_path / "w/plan/tokens.bin").exists() and not (tmp_path / "w/logs/warmup.log").exists()
+
+
 def test_plan_writes_nothing_into_out(run, tmp_path):
     p = make("plan", *run)
     assert p.returncode == 0 and "hours" in p.stdout
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob("tmp*"))
 
 
 def test_warmup_ends_in_one_json_object_and_keeps_it(inputs):
