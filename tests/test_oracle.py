@@ -258,8 +258,32 @@ def test_a_batch_missing_from_a_complete_output_in_s3_is_named(remote, out, veri
     (out / "manifest.json").write_text(json.dumps(json.loads((out / "manifest.json").read_text()) | {"complete": True}))
     (out / "batches/batch_000001.safetensors").unlink()
     shutil.copytree(out, remote / "lacking")
-    code, _, words = verify("s3://bucket/lacking", "--samples", "all")
-    assert code == 2 and "s3://bucket/lacking/batches/batch_000001.safetensors" in words
+    code, said, _ = verify("s3://bucket/lacking", "--samples", "1")  # the other batch has as many
+    assert code == 1 and "INCONSISTENT batch_000001.safetensors is not there" in said
+
+
+def test_a_batch_missing_from_an_output_in_s3_is_no_fault_with_partial(remote, out, verify):
+    (out / "batches/batch_000001.safetensors").unlink()
+    shutil.copytree(out, remote / "less")
+    code, said, _ = verify("s3://bucket/less", "--samples", "all", "--partial")
+    assert code == 0 and "compared 5 samples" in said
+
+
+def test_a_batch_of_another_size_in_s3_is_named_without_being_fetched(remote, out, verify):
+    file = out / "batches/batch_000001.safetensors"
+    file.write_bytes(file.read_bytes()[:-5000])
+    shutil.copytree(out, remote / "cut")
+    code, said, _ = verify("s3://bucket/cut", "--samples", "all")
+    assert code == 1 and "INCONSISTENT batch_000001.safetensors has" in said and "compared 5 samples" in said
+
+
+def test_batches_in_s3_of_another_size_in_all_than_the_manifest_says_fail(remote, out, verify):
+    size = sum(file.stat().st_size for file in (out / "batches").iterdir())
+    manifest = json.loads((out / "manifest.json").read_text())
+    (out / "manifest.json").write_text(json.dumps(manifest | {"counts": {"bytes": size + 1}}))
+    shutil.copytree(out, remote / "other")
+    code, said, _ = verify("s3://bucket/other", "--samples", "1")
+    assert code == 1 and f"the batches have {size:,} bytes, the manifest says {size + 1:,}" in said
 
 
 def test_nothing_at_a_place_in_s3_is_said(remote, verify):
