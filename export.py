@@ -32,7 +32,7 @@ import time
 import zlib
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from monitor import say
@@ -188,6 +188,8 @@ class Local:
             try:
                 end = time.monotonic() + deadline
                 with open(path, "rb") as source, open(tmp, "wb") as f:
+                    with suppress(OSError):  # where the filesystem knows locks, other machines see it in use
+                        fcntl.flock(f, fcntl.LOCK_EX)
                     while part := source.read(1 << 24):
                         f.write(part)
                         if self.abort.is_set() or time.monotonic() > end:
@@ -195,8 +197,8 @@ class Local:
                                 "stopped" if self.abort.is_set() else f"not written within {deadline:.0f} s"))
                     f.flush()
                     os.fsync(f.fileno())
-                fault("uploading")
-                os.replace(tmp, self.root / key)
+                    fault("uploading")
+                    os.replace(tmp, self.root / key)
             finally:
                 tmp.unlink(missing_ok=True)
             if (self.root / key).stat().st_size != size:
@@ -210,10 +212,16 @@ class Local:
         return {str(file.relative_to(self.root)): file.stat().st_size for file in files}
 
     def clean(self, keys):
-        """Takes back what killed uploads of these keys left behind."""
+        """Takes back what killed uploads of these keys, and of the files beside them, left behind."""
         for tmp in self.root.glob("*/batch_*.*.tmp"):
             if f"batches/{tmp.name.partition('.')[0]}.safetensors" in keys:
                 tmp.unlink(missing_ok=True)
+        for tmp in self.root.glob("*.tmp"):  # any shard may write these: only where its process is gone
+            ours = re.fullmatch(r"(?:index\.parquet|manifest\.json|head\.safetensors)\.(\d+)\.tmp", tmp.name)
+            if ours and not Path("/proc", ours[1]).exists():
+                with suppress(OSError), open(tmp, "ab") as f:
+                    fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    tmp.unlink()
 
 
 class S3(Local):

@@ -5,6 +5,7 @@
 All scenarios run at the same time, since most of them wait. After each the same command goes on to the bytes
 of an undisturbed run. tests/drill.py (`make drill`) is the long one.
 """
+import fcntl
 import json
 import os
 import shutil
@@ -806,6 +807,30 @@ def test_a_temporary_file_that_goes_during_a_listing_is_passed_over(tmp_path):
     for name in ("batch_000000.safetensors", "batch_000001.safetensors.77.tmp"):
         (tmp_path / "batches" / name).write_bytes(b"1234")
     assert open_output(str(tmp_path)).sizes("batches/") == {"batches/batch_000000.safetensors": 4}
+
+
+@pytest.mark.parametrize("point", [1, 2])
+def test_what_a_kill_leaves_at_the_top_of_out_is_removed_by_the_next_start(new, point):
+    run = new()
+    assert run.run(EXTRACT_FAULT=f"uploading:{point}") == -signal.SIGKILL  # while it writes index, then manifest
+    assert [f.name.split(".")[0] for f in run.out.glob("*.tmp")] == [["index"], ["manifest"]][point - 1]
+    assert run.run() == 0, run.log()
+    assert {f.name for f in run.out.iterdir()} == {"batches", "index.parquet", "manifest.json"}
+
+
+def test_temporary_files_in_out_of_somebody_else_or_in_use_stay(new):
+    run, gone = new(), subprocess.Popen(["true"])
+    gone.wait()
+    run.out.mkdir()
+    others = {"notes.1.tmp", f"notes.{gone.pid}.tmp", "index.parquet.tmp", f"manifest.json.{os.getpid()}.tmp",
+              f".manifest.json.{gone.pid}.tmp", f"my-index.parquet.{gone.pid}.tmp", f"index.parquet.{gone.pid}x.tmp",
+              f"head.safetensors.{gone.pid}.tmp"}
+    for name in others | {f"index.parquet.{gone.pid}.tmp"}:
+        (run.out / name).write_text("x")
+    with open(run.out / f"head.safetensors.{gone.pid}.tmp") as f:  # as a process of another machine would
+        fcntl.flock(f, fcntl.LOCK_EX)
+        assert run.run() == 0, run.log()
+    assert {f.name for f in run.out.glob("*.tmp")} | {f.name for f in run.out.glob(".*.tmp")} == others
 
 
 def test_a_stop_ends_a_copy_into_a_slow_directory(tmp_path):
