@@ -434,20 +434,21 @@ def __getattr__(name):  # HiddenStates is made when it is asked for: nobody else
 
 # ------------------------------------------------------------------------------------------------- trainers
 def lacks(kind, algorithm, manifest, keys):
-    """What a trainer needs that OUT lacks, with the flag to extract with; None where nothing is missing."""
+    """All that a trainer needs and OUT lacks, with the flags to extract with; None where it lacks nothing."""
     layers, plain = manifest["layers"], (kind, algorithm) == ("specforge", "dflash")
-    ordered = sorted(set(layers))
+    ordered, what = sorted(set(layers)), {}
     if not (manifest["final"] or plain):
-        return "the last layer's output: extract with --final, into another OUT"
-    if algorithm == "eagle3" and len(layers) != 3:
-        return f"three layers, these are {layers}: extract with --layers eagle3, into another OUT"
-    if layers != ordered and (kind != "specforge" or algorithm == "eagle3"):
-        ids = ",".join(map(str, ordered))
-        return f"ascending layers, not {layers}: extract with --layers {ids}, into another OUT"
+        what["--final"] = "the last layer's output"
+    if algorithm == "eagle3" and len(ordered) != 3:
+        what["--layers eagle3"] = f"three layers, not {layers}"
+    elif layers != ordered and (kind != "specforge" or algorithm == "eagle3"):
+        what[f"--layers {','.join(map(str, ordered))}"] = f"ascending layers, not {layers}"
     if "head.safetensors" not in keys and not plain and kind != "speculators":
-        return ("the final norm: run the same extraction once more with --save-head, which adds it to OUT "
-                "and computes nothing again")
-    return None
+        what["--save-head"] = "the final norm"
+    how = f"extract with {' '.join(what)}, into another OUT with another WORK"
+    if list(what) == ["--save-head"]:
+        how = "run the same extraction once more with --save-head, which adds it and computes nothing again"
+    return f"{', and '.join(what.values())}: {how}" if what else None
 
 
 SHAPE = ("vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "

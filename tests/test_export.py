@@ -429,9 +429,12 @@ def test_norm_of_w_in_bf16_equals_transformers_own(tmp_path):
 # ------------------------------------------------------------------------------------------------ the command
 @pytest.mark.parametrize("which, kind, algorithm, flag", [
     ("small", "specforge", "dspark", "--final"), ("small", "speculators", "dflash", "--final"),
-    ("small", "modelopt", "dflash", "--final"), ("small", "specforge", "eagle3", "--final"),
+    ("small", "modelopt", "dflash", "extract with --final --layers 3,6 --save-head"),
+    ("small", "specforge", "eagle3", "extract with --final --layers eagle3 --save-head"),
+    ("small", "speculators", "eagle3", "extract with --final --layers eagle3, into another OUT"),
     ("two", "specforge", "eagle3", "--layers eagle3"), ("two", "speculators", "dflash", "--layers 3,6"),
-    ("three", "modelopt", "dflash", "--save-head"), ("three", "specforge", "dspark", "--save-head"),
+    ("three", "modelopt", "dflash", "the same extraction once more with --save-head"),
+    ("three", "specforge", "dspark", "--save-head"),
     ("none", "specforge", "dflash", "OUT"), ("other", "specforge", "dflash", "another directory")])
 def test_what_is_missing_is_refused_with_the_flag(run, small, exported, tmp_path, which, kind, algorithm, flag):
     out, to = tmp_path / "out", tmp_path / "to"
