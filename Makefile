@@ -61,6 +61,10 @@ SLIPS := $(foreach v,$(.VARIABLES),$(if $(filter command,$(origin $v)),$(filter-
 $(foreach v,$(SLIPS),$(error $v= is no knob$(addprefix ; the nearest is ,$(shell python3 -c 'import difflib, sys; \
   print(*difflib.get_close_matches(sys.argv[1].upper(), sys.argv[2:], 1, 0))' '$v' $(KNOWN))). `make` alone lists \
   them, and what another program reads goes before it: $v=... make))
+# Recipes put values between quotes, and programs take a leading dash for a flag. GPUS' default would ask the GPUs.
+bad = $(strip $(filter -%,$(firstword $1)) $(foreach c,' " ` $$,$(findstring $c,$1)))
+$(foreach k,$(filter-out - ARGS SBATCH $(if $(filter file,$(origin GPUS)),GPUS),$(KNOBS)),$(if $(call bad,$($k)), \
+  $(error $k=$($k), from the $(origin $k), is refused: no quotes, no dollar signs, no leading dash (a path: ./-x))))
 export WEB_TOKEN
 SHAPE = --model '$(MODEL)' --work '$(WORK)' --layers '$(LAYERS)' --tokens '$(TOKENS)' --max-len '$(MAX_LEN)'
 FLAGS = $(SHAPE) --data '$(DATA)' --out '$(OUT)' --stage '$(STAGE)' --uploads '$(UPLOADS)' \

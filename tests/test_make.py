@@ -144,6 +144,23 @@ def test_a_mistyped_knob_is_refused_with_the_nearest_name(target):
         assert p.returncode == 2 and f"the nearest is {meant}." in p.stderr and slip.split("=")[0] in p.stderr
 
 
+@pytest.mark.parametrize("value", ["WORK=it's", 'OUT=s3://b/"x"', "MODEL=-x", "DATA=`id`", "STAGE=a$$b", "GPUS=1'"])
+def test_a_value_that_a_shell_would_read_otherwise_is_refused(value):
+    for target in ("help", "plan", "status"):
+        p = make(target, value)
+        assert p.returncode == 2 and f"{value.replace('$$', '$')}, from the command line, is refused" in p.stderr
+
+
+def test_a_value_of_the_environment_that_a_shell_would_read_otherwise_is_refused():
+    p = make("status", env={**os.environ, "WORK": "it's"})
+    assert p.returncode == 2 and "WORK=it's, from the environment, is refused" in p.stderr
+
+
+def test_values_with_spaces_and_flags_with_quotes_are_taken(tmp_path):
+    p = make("help", f"WORK={tmp_path}/a, b (c)", "ARGS=--template-args '{\"a\": 1}'")
+    assert p.returncode == 0 and "/a, b (c)" in p.stdout and """'{"a": 1}'""" in p.stdout
+
+
 def test_variables_of_the_environment_and_of_other_programs_are_not_refused():
     other = ["WEB_TOKEN=0123456789abcdef", "CUDA_VISIBLE_DEVICES=", "AWS_PROFILE=x", "HF_HOME=/tmp"]
     assert make("help", *other, env={**os.environ, "GPU": "4", "MODLE": "x"}).returncode == 0
