@@ -39,12 +39,24 @@ STORED = {"fp32": "F32", "bf16": "BF16", "fp8": "F8_E4M3"}  # safetensors' names
 BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "I32": 4, "I64": 8, "U8": 1}
 
 
+def model_directory(name):
+    """Directory of a checkpoint; one on the hub is downloaded. Raises FileNotFoundError."""
+    from huggingface_hub import snapshot_download
+
+    if Path(name).is_dir():
+        return name
+    try:
+        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"])
+    except Exception as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise FileNotFoundError(f"MODEL {name}: no model directory, and not to be had from the hub ({why})") from None
+
+
 def load_model(path, dtype=torch.float32, device="cpu"):
     """The untouched model in eval mode. Raises ValueError when the checkpoint lacks some of its weights."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    if str(path).startswith(("/", ".")) and not Path(path).is_dir():
-        raise FileNotFoundError(f"no model directory {path}")
+    path = model_directory(path)
     options = {"dtype": dtype, "output_loading_info": True}
     try:
         model, info = AutoModelForCausalLM.from_pretrained(path, **options)
@@ -342,12 +354,13 @@ def main():
                         help="cpu or cuda (default: a GPU if there is one)")
     a = parser.parse_args()
     try:
+        model = model_directory(a.model)  # before anything is fetched
         with tempfile.TemporaryDirectory(prefix="verify-") as folder:
             out, partial, listed = a.out, a.partial, []
             if out.startswith("s3://"):
                 listed = fetch(out, a.samples, a.seed, Path(folder), partial)
                 out, partial = folder, True
-            result = check(out, a.model, a.samples, a.seed, a.dtype, a.tolerance, a.data, partial=partial,
+            result = check(out, model, a.samples, a.seed, a.dtype, a.tolerance, a.data, partial=partial,
                            device=a.device)
             result |= {"problems": listed + result["problems"], "ok": result["ok"] and not listed}
     except (OSError, ValueError, KeyError, RuntimeError, MemoryError, ImportError, OutputError) as error:

@@ -3,7 +3,11 @@
     python -m pytest tests/test_oracle.py
 """
 import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -289,6 +293,15 @@ def test_batches_in_s3_of_another_size_in_all_than_the_manifest_says_fail(remote
 def test_nothing_at_a_place_in_s3_is_said(remote, verify):
     code, _, words = verify("s3://bucket/nothing")
     assert code == 2 and "s3://bucket/nothing/manifest.json" in words
+
+
+def test_a_model_that_is_nowhere_is_said_at_once(right):
+    """Without the hub's retries, which transformers would wait for."""
+    env = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    p = subprocess.run(["make", f"PY={sys.executable}", "verify", f"OUT={right}", "MODEL=no/such"], env=env, text=True,
+                       cwd=Path(oracle.__file__).parent.parent, capture_output=True)
+    assert p.returncode == 2 and "Retrying" not in p.stderr
+    assert "MODEL no/such: no model directory, and not to be had from the hub" in p.stderr
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
