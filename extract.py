@@ -819,8 +819,7 @@ def run(o, work, progress, stop):
         say(line)
     if not progress:
         return
-    if o.save_head:
-        warmup.save_head(path, work, output, plan.fingerprint)
+    warmup.save_head(path, work, output, plan.fingerprint) if o.save_head else None
     stage.claim(work)
     if stage.capacity() < (least := 2 * plan.counts["largest"] * (o.shards_here or o.num_shards)):
         raise Refused(f"--stage {o.stage} has room for {stage.capacity():,} bytes; two batches a shard take "
@@ -875,13 +874,13 @@ def run(o, work, progress, stop):
             if time.time() > printed + 10:
                 printed = time.time()
                 say(progress.line())
-        progress.set(state="draining")
         while writing:
             writing.popleft().result()
     except BaseException:
         stop.set()
         raise
     finally:
+        progress.set(state="draining")
         writer.shutdown(cancel_futures=True)
         uploads.drain(stop)
 
@@ -905,13 +904,14 @@ def run(o, work, progress, stop):
 
 def main(argv=None):
     o, progress, code, error, stop = parse_options(argv, Options, __doc__), None, 0, None, threading.Event()
-    work, alone = Path(o.work), o.plan_only or o.reconcile
+    work, alone, asked = Path(o.work), o.plan_only or o.reconcile, []
 
     def asked_to_stop(signum, frame):
-        if stop.is_set():  # the second time: at once. Markers and staging are sound at every moment
+        if asked:  # the second time: at once. Markers and staging are sound at every moment
             progress.set(state="stopped", exit_code=3) if progress else None
             kill_children()
             os._exit(3)
+        asked.append(signum)  # `stop` may be set by a failure, which drains, too
         stop.set()
         if not progress or progress.now["state"] in ("planning", "loading", "warming") or not progress.left:
             raise Stopped("with no batch under way")

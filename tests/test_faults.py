@@ -731,6 +731,22 @@ def test_bad_states_stop_the_shard_and_name_batch_and_sample(new, poisoned, name
     assert run.markers() == {} and not (run.out / "batches").exists()
 
 
+def test_a_first_request_to_stop_after_a_failure_does_not_hide_it(new, poisoned, s3, tmp_path):
+    """A batch waits for a slow S3 while the next one turns out to be bad."""
+    model, data = poisoned["nan"]
+    token = json.loads(data.read_text().splitlines()[2])["input_ids"][0]
+    lines = [{"input_ids": [token if row == 1 else 7 + row] * 290} for row in range(4)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = new(tmp_path / "long.jsonl", out="s3://bucket/late", env=s3.environ(),
+              args=["--tokens", 300, "--upload-mbps", 0.02])
+    run.model = model
+    process = run.start()
+    until(lambda: run.progress().get("state") == "draining", process)
+    assert run.progress()["pending_uploads"]
+    os.kill(process.pid, signal.SIGTERM)
+    assert code(process) == 1 and "batch 1: states of sample 1" in run.progress()["error"], run.log()
+
+
 @pytest.fixture(scope="module")
 def passed_over(new, poisoned):
     """The same with --skip-bad; then once more on a fresh machine."""
