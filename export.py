@@ -506,13 +506,15 @@ class Export:
         self.keys, self.done = output.sizes("batches/", "head."), self.to / ".export/done"
         if lack := lacks(kind, algorithm, manifest, self.keys):
             raise Refused(f"{kind} {algorithm} needs {lack}")
-        for folder in (self.done, self.to / "hidden_states" if kind == "speculators" else self.to):
-            folder.mkdir(parents=True, exist_ok=True)
-        self.lock = open(self.done.parent / "lock", "w")
         try:
+            for folder in (self.done, self.to / "hidden_states" if kind == "speculators" else self.to):
+                folder.mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.done.parent / "lock", "w")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Refused(f"--to {to}: another export is writing there") from None
+        except OSError as e:
+            raise Refused(f"--to {to} cannot be written ({e.strerror}): give another directory") from None
         if (self.to / "manifest.json").exists():
             raise Refused(f"--to {to} holds an output of extract.py: give another directory")
         own = self.done.parent / "export.json"

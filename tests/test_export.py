@@ -449,6 +449,14 @@ def test_what_is_missing_is_refused_with_the_flag(run, small, exported, tmp_path
     assert which == "other" or not to.exists()
 
 
+@pytest.mark.parametrize("below", ["/proc", "file"])
+def test_a_directory_that_cannot_be_written_is_refused(small, tmp_path, below):
+    (tmp_path / "file").write_text("")
+    to = tmp_path / below / "to"
+    p = export_py("--from", small, "--to", to, "--format", "specforge")
+    assert p.returncode == 2 and f"--to {to} cannot be written" in p.stderr and "Traceback" not in p.stderr, p.stderr
+
+
 def test_bad_flags_are_refused():
     p = export_py("--from", "x", "--to", "y", "--format", "vllm")
     assert p.returncode == 2 and p.stderr.startswith("refused: ") and "specforge" in p.stderr
