@@ -55,6 +55,15 @@ PY ?= .venv/bin/python
 
 KNOBS := MODEL DATA OUT LAYERS TOKENS MAX_LEN - GPUS WORK STAGE UPLOADS UPLOAD_MBPS ARGS - NODES SBATCH - WEB_PORT \
          WEB_HOST SHARD SAMPLES DTYPE DEVICE TO FORMAT ALGORITHM PORT PY
+# A name on the command line that is nearly a knob's is a slip, and a run with defaults is not what was asked for.
+SLIPS := $(foreach v,$(.VARIABLES),$(if $(filter command,$(origin $v)),$(filter-out $(KNOBS) WEB_TOKEN,$v)))
+$(foreach v,$(SLIPS),$(foreach near,$(shell python3 -c 'import difflib, sys; \
+  print(*difflib.get_close_matches(sys.argv[1].upper(), sys.argv[2:], 1))' '$v' $(filter-out -,$(KNOBS)) WEB_TOKEN), \
+  $(error $v= is no knob; the nearest is $(near). `make` alone lists them)))
+# Recipes put values between quotes, and programs take a leading dash for a flag. GPUS' default would ask the GPUs.
+bad = $(strip $(filter -%,$(firstword $1)) $(foreach c,' " ` $$,$(findstring $c,$1)))
+$(foreach k,$(filter-out - ARGS SBATCH $(if $(filter file,$(origin GPUS)),GPUS),$(KNOBS)),$(if $(call bad,$($k)), \
+  $(error $k=$($k), from the $(origin $k), is refused: no quotes, no dollar signs, no leading dash (a path: ./-x))))
 export WEB_TOKEN
 SHAPE = --model '$(MODEL)' --work '$(WORK)' --layers '$(LAYERS)' --tokens '$(TOKENS)' --max-len '$(MAX_LEN)'
 FLAGS = $(SHAPE) --data '$(DATA)' --out '$(OUT)' --stage '$(STAGE)' --uploads '$(UPLOADS)' \

@@ -32,7 +32,7 @@ import time
 import zlib
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from monitor import say
@@ -161,6 +161,17 @@ class Local:
             return dict(json.loads(self.read(key) or b"{}"))
         except (ValueError, TypeError):
             raise OutputError(f"{self}/{key} is none of ours, it holds no JSON object") from None
+        except OSError as e:
+            raise OutputError(f"{self}/{key}: {e.strerror}") from None
+
+    def prove(self):
+        """Makes a file without a name in OUT, or in what there is of its path. Raises OutputError."""
+        there = self.root
+        try:
+            there = next(path for path in (there, *there.parents) if path.exists())
+            tempfile.TemporaryFile(dir=there).close()
+        except OSError as e:
+            raise OutputError(f"no file can be made in {there} ({e.strerror})") from None
 
     def write(self, key, data):
         """str or bytes -> OUT/key."""
@@ -177,6 +188,8 @@ class Local:
             try:
                 end = time.monotonic() + deadline
                 with open(path, "rb") as source, open(tmp, "wb") as f:
+                    with suppress(OSError):  # where the filesystem knows locks, other machines see it in use
+                        fcntl.flock(f, fcntl.LOCK_EX)
                     while part := source.read(1 << 24):
                         f.write(part)
                         if self.abort.is_set() or time.monotonic() > end:
@@ -184,8 +197,8 @@ class Local:
                                 "stopped" if self.abort.is_set() else f"not written within {deadline:.0f} s"))
                     f.flush()
                     os.fsync(f.fileno())
-                fault("uploading")
-                os.replace(tmp, self.root / key)
+                    fault("uploading")
+                    os.replace(tmp, self.root / key)
             finally:
                 tmp.unlink(missing_ok=True)
             if (self.root / key).stat().st_size != size:
@@ -199,10 +212,16 @@ class Local:
         return {str(file.relative_to(self.root)): file.stat().st_size for file in files}
 
     def clean(self, keys):
-        """Takes back what killed uploads of these keys left behind."""
+        """Takes back what killed uploads of these keys, and of the files beside them, left behind."""
         for tmp in self.root.glob("*/batch_*.*.tmp"):
             if f"batches/{tmp.name.partition('.')[0]}.safetensors" in keys:
                 tmp.unlink(missing_ok=True)
+        for tmp in self.root.glob("*.tmp"):  # any shard may write these: only where its process is gone
+            ours = re.fullmatch(r"(?:index\.parquet|manifest\.json|head\.safetensors)\.(\d+)\.tmp", tmp.name)
+            if ours and not Path("/proc", ours[1]).exists():
+                with suppress(OSError), open(tmp, "ab") as f:
+                    fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    tmp.unlink()
 
 
 class S3(Local):
@@ -262,6 +281,9 @@ class S3(Local):
                 raise OutputError(f"aws {' '.join(args[:2])}: {how}: {words or 'no words'}")
             out.seek(0)
             return out.read()
+
+    def prove(self):
+        """Nothing: reading has shown bucket and credentials; a try at writing would leave a trace."""
 
     def api(self, command, *args, deadline=120.0):
         return self.aws("s3api", command, "--bucket", self.bucket, *args, deadline=deadline)
@@ -412,20 +434,21 @@ def __getattr__(name):  # HiddenStates is made when it is asked for: nobody else
 
 # ------------------------------------------------------------------------------------------------- trainers
 def lacks(kind, algorithm, manifest, keys):
-    """What a trainer needs that OUT lacks, with the flag to extract with; None where nothing is missing."""
+    """All that a trainer needs and OUT lacks, with the flags to extract with; None where it lacks nothing."""
     layers, plain = manifest["layers"], (kind, algorithm) == ("specforge", "dflash")
-    ordered = sorted(set(layers))
+    ordered, what = sorted(set(layers)), {}
     if not (manifest["final"] or plain):
-        return "the last layer's output: extract with --final, into another OUT"
-    if algorithm == "eagle3" and len(layers) != 3:
-        return f"three layers, these are {layers}: extract with --layers eagle3, into another OUT"
-    if layers != ordered and (kind != "specforge" or algorithm == "eagle3"):
-        ids = ",".join(map(str, ordered))
-        return f"ascending layers, not {layers}: extract with --layers {ids}, into another OUT"
+        what["--final"] = "the last layer's output"
+    if algorithm == "eagle3" and len(ordered) != 3:
+        what["--layers eagle3"] = f"three layers, not {layers}"
+    elif layers != ordered and (kind != "specforge" or algorithm == "eagle3"):
+        what[f"--layers {','.join(map(str, ordered))}"] = f"ascending layers, not {layers}"
     if "head.safetensors" not in keys and not plain and kind != "speculators":
-        return ("the final norm: run the same extraction once more with --save-head, which adds it to OUT "
-                "and computes nothing again")
-    return None
+        what["--save-head"] = "the final norm"
+    how = f"extract with {' '.join(what)}, into another OUT with another WORK"
+    if list(what) == ["--save-head"]:
+        how = "run the same extraction once more with --save-head, which adds it and computes nothing again"
+    return f"{', and '.join(what.values())}: {how}" if what else None
 
 
 SHAPE = ("vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
@@ -483,13 +506,15 @@ class Export:
         self.keys, self.done = output.sizes("batches/", "head."), self.to / ".export/done"
         if lack := lacks(kind, algorithm, manifest, self.keys):
             raise Refused(f"{kind} {algorithm} needs {lack}")
-        for folder in (self.done, self.to / "hidden_states" if kind == "speculators" else self.to):
-            folder.mkdir(parents=True, exist_ok=True)
-        self.lock = open(self.done.parent / "lock", "w")
         try:
+            for folder in (self.done, self.to / "hidden_states" if kind == "speculators" else self.to):
+                folder.mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.done.parent / "lock", "w")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Refused(f"--to {to}: another export is writing there") from None
+        except OSError as e:
+            raise Refused(f"--to {to} cannot be written ({e.strerror}): give another directory") from None
         if (self.to / "manifest.json").exists():
             raise Refused(f"--to {to} holds an output of extract.py: give another directory")
         own = self.done.parent / "export.json"

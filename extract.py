@@ -465,6 +465,7 @@ def get_plan(o, work, path, output):
     with open(directory / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it however this process ends
         there = output.read_json("manifest.json")
+        output.prove() if not there.get("complete") else None
         old = read_json(directory / "plan.json") or {}
         sizes = {f: warmup.size_of(directory / f) for f in PLAN_FILES}
         old, begun = old if old.get("whole") and old["files"] == sizes else {}, bool(marked(work))
@@ -494,7 +495,7 @@ def get_plan(o, work, path, output):
         plan.in_use, plan.complete = in_use, there.get("complete")
         if plan.inputs != inputs:  # equal data under new dates: next time it need not be read to know
             write_atomic(directory / "plan.json", json.dumps(plan.known | {"inputs": inputs}, indent=1))
-        if not there and not o.plan_only:  # which also proves that OUT takes files, before any GPU is touched
+        if not there and not o.plan_only:  # which also proves that S3 takes objects, before a model is loaded
             output.write("index.parquet", (directory / "index.parquet").read_bytes())
             output.write("manifest.json", manifest(plan))
     return plan
@@ -811,15 +812,14 @@ def run(o, work, progress, stop):
             if reconcile(plan, work, output, batches) and plan.complete:
                 output.write("manifest.json", manifest(plan))
     except OutputError as e:
-        raise Refused(f"OUT {o.out} cannot be used: {str(e).rstrip('.')}. Look at its name, the credentials, "
-                      "AWS_ENDPOINT_URL") from None
+        look = "name, the credentials, AWS_ENDPOINT_URL" if o.out.startswith("s3:") else "path, permissions"
+        raise Refused(f"OUT {o.out} cannot be used: {str(e).rstrip('.')}. Look at its {look}") from None
     stage = Stage(o.stage, plan.fingerprint)
     for line in monitor.estimate(plan, work, stage, o.num_shards) if not o.reconcile else ():
         say(line)
     if not progress:
         return
-    if o.save_head:
-        warmup.save_head(path, work, output, plan.fingerprint)
+    warmup.save_head(path, work, output, plan.fingerprint) if o.save_head else None
     stage.claim(work)
     if stage.capacity() < (least := 2 * plan.counts["largest"] * (o.shards_here or o.num_shards)):
         raise Refused(f"--stage {o.stage} has room for {stage.capacity():,} bytes; two batches a shard take "
@@ -874,13 +874,13 @@ def run(o, work, progress, stop):
             if time.time() > printed + 10:
                 printed = time.time()
                 say(progress.line())
-        progress.set(state="draining")
         while writing:
             writing.popleft().result()
     except BaseException:
         stop.set()
         raise
     finally:
+        progress.set(state="draining")
         writer.shutdown(cancel_futures=True)
         uploads.drain(stop)
 
@@ -904,13 +904,14 @@ def run(o, work, progress, stop):
 
 def main(argv=None):
     o, progress, code, error, stop = parse_options(argv, Options, __doc__), None, 0, None, threading.Event()
-    work, alone = Path(o.work), o.plan_only or o.reconcile
+    work, alone, asked = Path(o.work), o.plan_only or o.reconcile, []
 
     def asked_to_stop(signum, frame):
-        if stop.is_set():  # the second time: at once. Markers and staging are sound at every moment
+        if asked:  # the second time: at once. Markers and staging are sound at every moment
             progress.set(state="stopped", exit_code=3) if progress else None
             kill_children()
             os._exit(3)
+        asked.append(signum)  # `stop` may be set by a failure, which drains, too
         stop.set()
         if not progress or progress.now["state"] in ("planning", "loading", "warming") or not progress.left:
             raise Stopped("with no batch under way")
@@ -942,8 +943,7 @@ def main(argv=None):
         code, error = 1, f"{type(e).__name__}: {first_line(e)}"
     state = "done failed failed stopped".split()[code]
     say(f"{'refused' if code == 2 else state}: {error}") if error else None
-    if progress:
-        progress.set(state=state, exit_code=code, error=error)
+    progress.set(state=state, exit_code=code, error=error) if progress else None
     return code
 
 if __name__ == "__main__":

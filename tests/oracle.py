@@ -3,21 +3,22 @@
     python tests/oracle.py --out OUT --model MODEL [--samples 100|all] [--data chat.jsonl]
 
 OUT is an output (manifest.json, index.parquet, batches/), a local directory or s3://bucket/prefix; of one in S3
-as many whole batches are fetched as hold the samples. Samples are drawn, run one at a time through untouched
-transformers, and compared with what is stored. All files are checked against each other, the index and the
-manifest. --data compares token ids with those of the chat template (row r is line r of a JSONL file). With
---partial, batches that are not there are no fault.
+a listing must have every batch in its size, and as many are fetched as hold the samples. Samples are drawn, run
+one at a time through untouched transformers, and compared with what is stored. All files are checked against
+each other, the index and the manifest. --data compares token ids with those of the chat template (row r is line
+r of a JSONL file). With --partial, or where the manifest does not say complete, batches that are not there are
+no fault.
 
 Exit codes: 0 all agree; 1 something does not, and is named; 2 an input is missing or unreadable.
 """
 import argparse
 import json
+import math
 import os
 import random
 import statistics
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -35,14 +36,27 @@ from export import OutputError, open_output
 TOLERANCE = {"fp32": 1e-4, "bf16": 4e-3, "fp8": 0.1}
 BF16_COMPUTE = 0.1
 STORED = {"fp32": "F32", "bf16": "BF16", "fp8": "F8_E4M3"}  # safetensors' names
+BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "I32": 4, "I64": 8, "U8": 1}
+
+
+def model_directory(name):
+    """Directory of a checkpoint; one on the hub is downloaded. Raises FileNotFoundError."""
+    from huggingface_hub import snapshot_download
+
+    if Path(name).is_dir():
+        return name
+    try:
+        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"])
+    except Exception as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise FileNotFoundError(f"MODEL {name}: no model directory, and not to be had from the hub ({why})") from None
 
 
 def load_model(path, dtype=torch.float32, device="cpu"):
     """The untouched model in eval mode. Raises ValueError when the checkpoint lacks some of its weights."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    if str(path).startswith(("/", ".")) and not Path(path).is_dir():
-        raise FileNotFoundError(f"no model directory {path}")
+    path = model_directory(path)
     options = {"dtype": dtype, "output_loading_info": True}
     try:
         model, info = AutoModelForCausalLM.from_pretrained(path, **options)
@@ -96,17 +110,22 @@ def stored_states(file, begin, end, layers):
     return torch.cat(parts, dim=1)
 
 
-def file_problems(file, batch, rows, manifest, excluded):
-    """What is inconsistent in one open batch file: a list of sentences. rows: its index rows, by start."""
+def tensors(manifest, n, samples):
+    """{tensor of a batch of n tokens and so many samples: (dtype, shape)}"""
     layers, hidden, dtype = manifest["layers"], manifest["hidden_size"], manifest["dtype"]
-    n = file.get_slice("input_ids").get_shape()[0]
     wanted = {"hidden_states": (STORED[dtype], [n, len(layers) * hidden]), "input_ids": ("I32", [n]),
-              "loss_mask": ("U8", [n]), "cu_seqlens": ("I32", [len(rows) + 1]),
-              "sample_index": ("I64", [len(rows)])}
+              "loss_mask": ("U8", [n]), "cu_seqlens": ("I32", [samples + 1]), "sample_index": ("I64", [samples])}
     if dtype == "fp8":
         wanted["hidden_states_scale"] = ("F32", [n, len(layers)])
     if manifest.get("final"):
         wanted["last_hidden_state"] = (STORED["bf16" if dtype == "fp8" else dtype], [n, hidden])
+    return wanted
+
+
+def file_problems(file, batch, rows, manifest, excluded):
+    """What is inconsistent in one open batch file: a list of sentences. rows: its index rows, by start."""
+    layers, n = manifest["layers"], file.get_slice("input_ids").get_shape()[0]
+    wanted = tensors(manifest, n, len(rows))
     found = {key: (file.get_slice(key).get_dtype(), file.get_slice(key).get_shape()) for key in file.keys()}
     if found != wanted:
         return [f"{key} is {found.get(key, 'not there')}, expected {wanted.get(key, 'none')}"
@@ -176,9 +195,36 @@ def check_files(out, manifest, rows, excluded, partial):
     return sound, problems
 
 
-def fetch(url, samples, seed, folder):
+def listing_problems(there, index, manifest, partial):
+    """A listing {key: bytes} against index and manifest: ({whole batch: its samples}, sentences about the rest).
+
+    The tensors' bytes are known; a header of up to 4 KiB comes on top, and the manifest has the sum of all."""
+    whole, problems, lengths, total = {}, [], {}, manifest.get("counts", {}).get("bytes")
+    there = {key: size for key, size in there.items() if key.endswith(".safetensors")}
+    for batch, length in zip(index["batch"].to_pylist(), index["length"].to_pylist()):
+        lengths.setdefault(batch, []).append(length)
+    keys = {f"batches/batch_{batch:06d}.safetensors": batch for batch in lengths}
+    for key in sorted(keys.keys() | there.keys()):
+        name, size = Path(key).name, there.get(key)
+        if key not in keys:
+            problems.append(f"{name} is not in the index")
+        elif size is None:
+            problems += [] if partial else [f"{name} is not there"]
+        else:
+            n, samples = sum(lengths[keys[key]]), len(lengths[keys[key]])
+            least = sum(BYTES[kind] * math.prod(shape) for kind, shape in tensors(manifest, n, samples).values())
+            if least < size < least + 4096:
+                whole[keys[key]] = samples
+            else:
+                problems.append(f"{name} has {size:,} bytes, its tensors alone {least:,}")
+    if len(whole) == len(keys) and total not in (None, sum(there[key] for key in keys)):
+        problems.append(f"the batches have {sum(there[key] for key in keys):,} bytes, the manifest says {total:,}")
+    return whole, problems
+
+
+def fetch(url, samples, seed, folder, partial):
     """Fetch of an output in S3 into `folder` manifest, index, and batches, drawn with `seed`, until they hold
-    `samples` samples (None: all). Batches that an unfinished run has not written yet are left out.
+    `samples` samples (None: all). Returns what is wrong with its listing: sentences.
 
     Raises OutputError in the words of `aws`, FileNotFoundError for an object that should be there."""
     output, held = open_output(url), 0
@@ -193,18 +239,16 @@ def fetch(url, samples, seed, folder):
             raise FileNotFoundError(f"no object {output}/{key}") from None
     for key in ("manifest.json", "index.parquet"):
         get(key)
-    complete = json.loads((folder / "manifest.json").read_text()).get("complete")
-    sizes = Counter(pq.read_table(folder / "index.parquet")["batch"].to_pylist())
-    for batch in random.Random(seed).sample(sorted(sizes), len(sizes)):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    partial, there = partial or not manifest.get("complete", True), output.sizes("batches/")
+    whole, problems = listing_problems(there, pq.read_table(folder / "index.parquet"), manifest, partial)
+    for batch in random.Random(seed).sample(sorted(whole), len(whole)):
         if samples is not None and held >= samples:
             break
-        try:
-            get(f"batches/batch_{batch:06d}.safetensors")
-            held += sizes[batch]
-        except FileNotFoundError:
-            if complete:
-                raise
+        get(f"batches/batch_{batch:06d}.safetensors")
+        held += whole[batch]
     print(f"fetched batches of {held:,} samples from {output}")
+    return problems
 
 
 def fitting_dtype(model, manifest, device):
@@ -310,11 +354,15 @@ def main():
                         help="cpu or cuda (default: a GPU if there is one)")
     a = parser.parse_args()
     try:
+        model = model_directory(a.model)  # before anything is fetched
         with tempfile.TemporaryDirectory(prefix="verify-") as folder:
-            if a.out.startswith("s3://"):
-                fetch(a.out, a.samples, a.seed, Path(folder))
-            result = check(folder if a.out.startswith("s3://") else a.out, a.model, a.samples, a.seed, a.dtype,
-                           a.tolerance, a.data, partial=a.partial or a.out.startswith("s3://"), device=a.device)
+            out, partial, listed = a.out, a.partial, []
+            if out.startswith("s3://"):
+                listed = fetch(out, a.samples, a.seed, Path(folder), partial)
+                out, partial = folder, True
+            result = check(out, model, a.samples, a.seed, a.dtype, a.tolerance, a.data, partial=partial,
+                           device=a.device)
+            result |= {"problems": listed + result["problems"], "ok": result["ok"] and not listed}
     except (OSError, ValueError, KeyError, RuntimeError, MemoryError, ImportError, OutputError) as error:
         way_out = "; --dtype bf16 takes half of fp32's memory, --device cpu takes none of the GPU's" * (
             "out of memory" in str(error) or isinstance(error, MemoryError))

@@ -429,9 +429,12 @@ def test_norm_of_w_in_bf16_equals_transformers_own(tmp_path):
 # ------------------------------------------------------------------------------------------------ the command
 @pytest.mark.parametrize("which, kind, algorithm, flag", [
     ("small", "specforge", "dspark", "--final"), ("small", "speculators", "dflash", "--final"),
-    ("small", "modelopt", "dflash", "--final"), ("small", "specforge", "eagle3", "--final"),
+    ("small", "modelopt", "dflash", "extract with --final --layers 3,6 --save-head"),
+    ("small", "specforge", "eagle3", "extract with --final --layers eagle3 --save-head"),
+    ("small", "speculators", "eagle3", "extract with --final --layers eagle3, into another OUT"),
     ("two", "specforge", "eagle3", "--layers eagle3"), ("two", "speculators", "dflash", "--layers 3,6"),
-    ("three", "modelopt", "dflash", "--save-head"), ("three", "specforge", "dspark", "--save-head"),
+    ("three", "modelopt", "dflash", "the same extraction once more with --save-head"),
+    ("three", "specforge", "dspark", "--save-head"),
     ("none", "specforge", "dflash", "OUT"), ("other", "specforge", "dflash", "another directory")])
 def test_what_is_missing_is_refused_with_the_flag(run, small, exported, tmp_path, which, kind, algorithm, flag):
     out, to = tmp_path / "out", tmp_path / "to"
@@ -444,6 +447,14 @@ def test_what_is_missing_is_refused_with_the_flag(run, small, exported, tmp_path
     p = export_py("--from", out, "--to", to, "--format", kind, "--algorithm", algorithm)
     assert p.returncode == 2 and flag in p.stderr and "Traceback" not in p.stderr, p.stderr
     assert which == "other" or not to.exists()
+
+
+@pytest.mark.parametrize("below", ["/proc", "file"])
+def test_a_directory_that_cannot_be_written_is_refused(small, tmp_path, below):
+    (tmp_path / "file").write_text("")
+    to = tmp_path / below / "to"
+    p = export_py("--from", small, "--to", to, "--format", "specforge")
+    assert p.returncode == 2 and f"--to {to} cannot be written" in p.stderr and "Traceback" not in p.stderr, p.stderr
 
 
 def test_bad_flags_are_refused():

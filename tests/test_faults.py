@@ -5,6 +5,7 @@
 All scenarios run at the same time, since most of them wait. After each the same command goes on to the bytes
 of an undisturbed run. tests/drill.py (`make drill`) is the long one.
 """
+import fcntl
 import json
 import os
 import shutil
@@ -730,6 +731,22 @@ def test_bad_states_stop_the_shard_and_name_batch_and_sample(new, poisoned, name
     assert run.markers() == {} and not (run.out / "batches").exists()
 
 
+def test_a_first_request_to_stop_after_a_failure_does_not_hide_it(new, poisoned, s3, tmp_path):
+    """A batch waits for a slow S3 while the next one turns out to be bad."""
+    model, data = poisoned["nan"]
+    token = json.loads(data.read_text().splitlines()[2])["input_ids"][0]
+    lines = [{"input_ids": [token if row == 1 else 7 + row] * 290} for row in range(4)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = new(tmp_path / "long.jsonl", out="s3://bucket/late", env=s3.environ(),
+              args=["--tokens", 300, "--upload-mbps", 0.02])
+    run.model = model
+    process = run.start()
+    until(lambda: run.progress().get("state") == "draining", process)
+    assert run.progress()["pending_uploads"]
+    os.kill(process.pid, signal.SIGTERM)
+    assert code(process) == 1 and "batch 1: states of sample 1" in run.progress()["error"], run.log()
+
+
 @pytest.fixture(scope="module")
 def passed_over(new, poisoned):
     """The same with --skip-bad; then once more on a fresh machine."""
@@ -812,6 +829,30 @@ def test_a_temporary_file_that_goes_during_a_listing_is_passed_over(tmp_path):
     for name in ("batch_000000.safetensors", "batch_000001.safetensors.77.tmp"):
         (tmp_path / "batches" / name).write_bytes(b"1234")
     assert open_output(str(tmp_path)).sizes("batches/") == {"batches/batch_000000.safetensors": 4}
+
+
+@pytest.mark.parametrize("point", [1, 2])
+def test_what_a_kill_leaves_at_the_top_of_out_is_removed_by_the_next_start(new, point):
+    run = new()
+    assert run.run(EXTRACT_FAULT=f"uploading:{point}") == -signal.SIGKILL  # while it writes index, then manifest
+    assert [f.name.split(".")[0] for f in run.out.glob("*.tmp")] == [["index"], ["manifest"]][point - 1]
+    assert run.run() == 0, run.log()
+    assert {f.name for f in run.out.iterdir()} == {"batches", "index.parquet", "manifest.json"}
+
+
+def test_temporary_files_in_out_of_somebody_else_or_in_use_stay(new):
+    run, gone = new(), subprocess.Popen(["true"])
+    gone.wait()
+    run.out.mkdir()
+    others = {"notes.1.tmp", f"notes.{gone.pid}.tmp", "index.parquet.tmp", f"manifest.json.{os.getpid()}.tmp",
+              f".manifest.json.{gone.pid}.tmp", f"my-index.parquet.{gone.pid}.tmp", f"index.parquet.{gone.pid}x.tmp",
+              f"head.safetensors.{gone.pid}.tmp"}
+    for name in others | {f"index.parquet.{gone.pid}.tmp"}:
+        (run.out / name).write_text("x")
+    with open(run.out / f"head.safetensors.{gone.pid}.tmp") as f:  # as a process of another machine would
+        fcntl.flock(f, fcntl.LOCK_EX)
+        assert run.run() == 0, run.log()
+    assert {f.name for f in run.out.glob("*.tmp")} | {f.name for f in run.out.glob(".*.tmp")} == others
 
 
 def test_a_stop_ends_a_copy_into_a_slow_directory(tmp_path):

@@ -138,6 +138,42 @@ def test_make_alone_explains_targets_and_knobs():
     assert "extract" in p.stdout and "UPLOAD_MBPS" in p.stdout
 
 
+@pytest.mark.parametrize("target", ["help", "extract", "status", "stop", "test"])
+def test_a_mistyped_knob_is_refused_with_the_nearest_name(target):
+    for slip, meant in (("GPU=4", "GPUS"), ("MODLE=x", "MODEL"), ("uploads=3", "UPLOADS")):
+        p = make(target, slip)
+        assert p.returncode == 2 and f"the nearest is {meant}." in p.stderr and slip.split("=")[0] in p.stderr
+
+
+@pytest.mark.parametrize("value", ["WORK=it's", 'OUT=s3://b/"x"', "MODEL=-x", "DATA=`id`", "STAGE=a$$b", "GPUS=1'"])
+def test_a_value_that_a_shell_would_read_otherwise_is_refused(value):
+    for target in ("help", "plan", "status"):
+        p = make(target, value)
+        assert p.returncode == 2 and f"{value.replace('$$', '$')}, from the command line, is refused" in p.stderr
+
+
+def test_a_value_of_the_environment_that_a_shell_would_read_otherwise_is_refused():
+    p = make("status", env={**os.environ, "WORK": "it's"})
+    assert p.returncode == 2 and "WORK=it's, from the environment, is refused" in p.stderr
+
+
+def test_values_with_spaces_and_flags_with_quotes_are_taken(tmp_path):
+    p = make("help", f"WORK={tmp_path}/a, b (c)", "ARGS=--template-args '{\"a\": 1}'")
+    assert p.returncode == 0 and "/a, b (c)" in p.stdout and """'{"a": 1}'""" in p.stdout
+
+
+def test_variables_of_the_environment_and_of_other_programs_are_not_refused():
+    other = ["WEB_TOKEN=0123456789abcdef", "CUDA_VISIBLE_DEVICES=", "AWS_PROFILE=x", "HF_HOME=/tmp"]
+    assert make("help", *other, env={**os.environ, "GPU": "4", "MODLE": "x"}).returncode == 0
+
+
+def test_variables_of_local_mk_are_not_refused(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "local.mk").write_text("BUCKET = b\nOUT = s3://$(BUCKET)/run\n")
+    p = subprocess.run(["make", "help"], cwd=tmp_path, capture_output=True, text=True)
+    assert p.returncode == 0 and "s3://b/run" in p.stdout, p.stderr
+
+
 def test_extract_names_each_exit_code(finished):
     p, _ = finished
     assert p.returncode == 0, p.stdout + p.stderr
@@ -263,10 +299,17 @@ def test_bad_input_is_refused_before_anything_starts(run, tmp_path):
     assert not list(tmp_path.glob("w/progress_shard_*.json"))
 
 
+def test_an_out_that_cannot_be_written_is_refused_before_tokenizing_and_warming_up(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    p = make("extract", *run, f"OUT={tmp_path}/file/out")
+    assert p.returncode == 2 and f"OUT {tmp_path}/file/out cannot be used" in p.stdout, p.stdout + p.stderr
+    assert not (tmp_path / "w/plan/tokens.bin").exists() and not (tmp_path / "w/logs/warmup.log").exists()
+
+
 def test_plan_writes_nothing_into_out(run, tmp_path):
     p = make("plan", *run)
     assert p.returncode == 0 and "GB of room" in p.stdout
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob("tmp*"))
 
 
 def test_the_plan_says_how_long_it_takes_in_a_unit_to_read(run):

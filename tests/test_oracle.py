@@ -3,7 +3,11 @@
     python -m pytest tests/test_oracle.py
 """
 import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -258,13 +262,46 @@ def test_a_batch_missing_from_a_complete_output_in_s3_is_named(remote, out, veri
     (out / "manifest.json").write_text(json.dumps(json.loads((out / "manifest.json").read_text()) | {"complete": True}))
     (out / "batches/batch_000001.safetensors").unlink()
     shutil.copytree(out, remote / "lacking")
-    code, _, words = verify("s3://bucket/lacking", "--samples", "all")
-    assert code == 2 and "s3://bucket/lacking/batches/batch_000001.safetensors" in words
+    code, said, _ = verify("s3://bucket/lacking", "--samples", "1")  # the other batch has as many
+    assert code == 1 and "INCONSISTENT batch_000001.safetensors is not there" in said
+
+
+def test_a_batch_missing_from_an_output_in_s3_is_no_fault_with_partial(remote, out, verify):
+    (out / "batches/batch_000001.safetensors").unlink()
+    shutil.copytree(out, remote / "less")
+    code, said, _ = verify("s3://bucket/less", "--samples", "all", "--partial")
+    assert code == 0 and "compared 5 samples" in said
+
+
+def test_a_batch_of_another_size_in_s3_is_named_without_being_fetched(remote, out, verify):
+    file = out / "batches/batch_000001.safetensors"
+    file.write_bytes(file.read_bytes()[:-5000])
+    shutil.copytree(out, remote / "cut")
+    code, said, _ = verify("s3://bucket/cut", "--samples", "all")
+    assert code == 1 and "INCONSISTENT batch_000001.safetensors has" in said and "compared 5 samples" in said
+
+
+def test_batches_in_s3_of_another_size_in_all_than_the_manifest_says_fail(remote, out, verify):
+    size = sum(file.stat().st_size for file in (out / "batches").iterdir())
+    manifest = json.loads((out / "manifest.json").read_text())
+    (out / "manifest.json").write_text(json.dumps(manifest | {"counts": {"bytes": size + 1}}))
+    shutil.copytree(out, remote / "other")
+    code, said, _ = verify("s3://bucket/other", "--samples", "1")
+    assert code == 1 and f"the batches have {size:,} bytes, the manifest says {size + 1:,}" in said
 
 
 def test_nothing_at_a_place_in_s3_is_said(remote, verify):
     code, _, words = verify("s3://bucket/nothing")
     assert code == 2 and "s3://bucket/nothing/manifest.json" in words
+
+
+def test_a_model_that_is_nowhere_is_said_at_once(right):
+    """Without the hub's retries, which transformers would wait for."""
+    env = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    p = subprocess.run(["make", f"PY={sys.executable}", "verify", f"OUT={right}", "MODEL=no/such"], env=env, text=True,
+                       cwd=Path(oracle.__file__).parent.parent, capture_output=True)
+    assert p.returncode == 2 and "Retrying" not in p.stderr
+    assert "MODEL no/such: no model directory, and not to be had from the hub" in p.stderr
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),

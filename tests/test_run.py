@@ -571,6 +571,7 @@ def cases(runs, place, s3, whole, tmp_path_factory):
         "flag out of range": (runs(), ["--uploads", "99"], ["--uploads 99", "1 to 16"]),
         "unknown layers": (runs(), ["--layers", "1,64"], ["--layers 1,64", "0 to 7"]),
         "OUT cannot be written": (runs(out="/proc/nowhere"), [], ["/proc/nowhere"]),
+        "OUT through a file": (runs(out=f"{place.few}/out"), [], [f"{place.few}/out", "Not a directory"]),
         "missing bucket": (runs(out="s3://no-such/run", env=env), [], ["s3://no-such/run", "NoSuchBucket"]),
         "wrong secret": (runs(out="s3://bucket/x", env=wrong), [], ["s3://bucket/x", "Signature"]),
         "no credentials": (runs(out="s3://bucket/x", env=nobody), [], ["s3://bucket/x", "credentials"]),
@@ -584,7 +585,7 @@ def cases(runs, place, s3, whole, tmp_path_factory):
 NAMES = """missing model, model without files, unknown kind of model, model without tokenizer, missing data,
 empty data, torn Parquet, several splits,
 two kinds of data, all skipped, max-len above tokens, flag out of range, unknown layers, OUT cannot be written,
-missing bucket, wrong secret, no credentials, OUT of another run, WORK of another run, markers of another OUT,
+OUT through a file, missing bucket, wrong secret, no credentials, OUT of another run, WORK of another run, markers of another OUT,
 no GPU"""
 NAMES = [name.strip() for name in NAMES.split(",")]
 
@@ -645,6 +646,11 @@ def test_a_refusal_is_in_the_progress_file(refused, name):
     _, run, words = refused[name]
     p = run.progress()
     assert (p["state"], p["exit_code"]) == ("failed", 2) and all(word in p["error"] for word in words)
+
+
+@pytest.mark.parametrize("name", ["OUT cannot be written", "OUT through a file", "missing bucket"])
+def test_an_out_that_takes_nothing_is_refused_before_tokenizing(refused, name):
+    assert not list((refused[name][1].work / "plan").glob("*.bin"))
 
 
 def test_refusals_leave_the_undisturbed_output_alone(refused, whole):
