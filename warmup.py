@@ -483,7 +483,7 @@ def swap_kernels(decoder):
     half = next(decoder.parameters()).dtype == torch.bfloat16  # in fp32 the fast kernels would round to TF32
     if flash := half and torch.cuda.is_available():
         from torch.nn.attention.varlen import varlen_attn  # brings dynamo along: a second, and 100 MB
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 takes fewer key heads without
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # 2.11 takes fewer key heads without
             varlen_flags = {"enable_gqa": True}
     used = {"attention": "varlen_attn (flash)" if flash else "torch sdpa, sequence by sequence"}
     module, fast = sys.modules[type(decoder.layers[0]).__module__], fast_kernels() if half else None
