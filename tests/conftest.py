@@ -60,9 +60,9 @@ def shards():
 
 @pytest.fixture(scope="module")
 def new(shards, place, staging, tmp_path_factory):
-    """new(data, ...) -> a Run of the tiny model with directories of its own."""
-    def make(data, stage=None, **how):
-        return Run(shards, tmp_path_factory.mktemp("run"), place.model, data, stage or staging(), **how)
+    """new(data, ...) -> a Run, of the tiny model unless told otherwise, with directories of its own."""
+    def make(data, model=None, stage=None, **how):
+        return Run(shards, tmp_path_factory.mktemp("run"), model or place.model, data, stage or staging(), **how)
     return make
 
 

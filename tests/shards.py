@@ -61,18 +61,17 @@ def code(process, seconds=400):
     return process.exitcode
 
 
-def until(condition, process=None, seconds=300, every=0.01):
-    """The first true value of condition(); fails after `seconds`, or when the process (a shard or a Popen) ends before.
-
-    It asks once more after the end, since what was waited for may have come just before. `seconds` bound a failure,
-    not a speed; `every`: seconds between two questions, more where they cost something."""
+def until(condition, process=None, seconds=300):
+    """The first true value of condition(); fails after `seconds`, which bound a failure and not a speed, or when
+    `process`, a shard or a Popen, ends before. The more a question costs, the less often it is asked."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    while (asked := time.monotonic()) < end:
         ended = process and (process.poll() if hasattr(process, "poll") else process.exitcode)
-        if value := condition():
+        if value := condition():  # what was waited for may have come just before the end
             return value
-        assert ended is None, f"the process ended with {ended}"
-        time.sleep(every)
+        said = getattr(process, "stdout", None) if ended is not None else None
+        assert ended is None, f"the process ended with {ended}: {said and said.read()}"
+        time.sleep(max(0.01, 2 * (time.monotonic() - asked)))
     raise AssertionError(f"nothing after {seconds} s")
 
 

@@ -628,8 +628,7 @@ def poison(model, value):
 @pytest.mark.parametrize("name", ["nan", "inf", "zero"])
 def test_bad_states_stop_the_shard_and_name_batch_and_sample(new, poisoned, name):
     model, data = poisoned[name]
-    run = new(data)
-    run.model = model
+    run = new(data, model=model)
     assert run.run() == 1 and "batch 0: states of sample 2" in run.progress()["error"], run.log()
     assert run.markers() == {} and not (run.out / "batches").exists()
 
@@ -638,8 +637,7 @@ def test_bad_states_stop_the_shard_and_name_batch_and_sample(new, poisoned, name
 def passed_over(new, poisoned):
     """The same with --skip-bad; then once more on a fresh machine."""
     model, data = poisoned["nan"]
-    run = new(data)
-    run.model = model
+    run = new(data, model=model)
     run.code, run.first = run.run("--skip-bad"), run.markers()
     run.manifest = json.loads((run.out / "manifest.json").read_text())
     shutil.rmtree(run.work)
