@@ -137,11 +137,16 @@ class Plan(SimpleNamespace):
         return ids if which == self.input_ids else [np.ones(len(x), np.uint8) for x in ids]
 
 
+def write_batch(o, plan, stage, b, slot, keep=lambda b, path: path.unlink()):
+    """extract.write_batch, with keep(b, path) for the uploads and nobody who looks at the progress."""
+    uploads = SimpleNamespace(fatal=None, failed=0, pending=0, add=keep)
+    progress = SimpleNamespace(computed=lambda s: None, wrote=lambda: None, wait_for_room=lambda w: None)
+    return extract.write_batch(o, plan, stage, uploads, progress, threading.Event(), b, slot, [])
+
+
 def pipeline(x, plan, o, batches, stage):
     """(seconds, growth of host memory in bytes after the third) for `batches` batches as a shard makes them, each
     file removed when it is there."""
-    gone = SimpleNamespace(fatal=None, failed=0, pending=0, add=lambda b, path: path.unlink())
-    seen = SimpleNamespace(computed=lambda s: None, wrote=lambda: None, wait_for_room=lambda w: None)
     slots, writing, memory = [extract.Slot(plan, o.tokens, x.device) for _ in range(2)], [], []
 
     def run():
@@ -152,11 +157,7 @@ def pipeline(x, plan, o, batches, stage):
                 slot = slots.pop(0)
                 memory.append(psutil.Process().memory_info().rss)
                 x.batch(plan.gather(plan.input_ids, b), slot)
-                writing.append(
-                    writer.submit(
-                        extract.write_batch, o, plan, stage, gone, seen, threading.Event(), b, slot, []
-                    )
-                )
+                writing.append(writer.submit(write_batch, o, plan, stage, b, slot))
             while writing:
                 slots.append(writing.pop(0).result())
 
@@ -547,13 +548,9 @@ def reader(plan, stage, slot, o, workers=2):
 
     out = stage.dir.parent / "out"
     (out / "batches").mkdir(parents=True)
-    keep = SimpleNamespace(
-        add=lambda b, path: os.replace(path, out / KEY.format(b)), fatal=None, failed=0
-    )
-    seen = SimpleNamespace(computed=lambda s: None, wrote=lambda: None, wait_for_room=lambda w: None)
     index = []
     for b in range(2):
-        extract.write_batch(o, plan, stage, keep, seen, threading.Event(), b, slot, [])
+        write_batch(o, plan, stage, b, slot, lambda b, path: os.replace(path, out / KEY.format(b)))
         index += [
             {
                 "id": str(r["row"]),
@@ -632,9 +629,7 @@ def cpu(a):
     big.seconds = 0
     for tensor in big.device.values():
         tensor.normal_()
-    gone = SimpleNamespace(fatal=None, failed=0, pending=0, add=lambda b, path: path.unlink())
-    seen = SimpleNamespace(computed=lambda s: None, wrote=lambda: None, wait_for_room=lambda w: None)
-    write = timed(lambda: extract.write_batch(o, wide, stage, gone, seen, threading.Event(), 0, big, []), 3)
+    write = timed(lambda: write_batch(o, wide, stage, 0, big), 3)
     copy = timed(lambda: big.host["hidden_states"].clone(), 3)
     samples = Plan(
         [[np.zeros(400, np.int32)] * 10], [0], 25600

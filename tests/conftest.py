@@ -4,6 +4,7 @@ Every AWS variable points at a closed port on loopback; a test that needs S3 tak
 """
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -22,6 +23,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALL
 import pytest
 
 import tiny
+from shards import Run, Shards
 
 
 @pytest.fixture(scope="session")
@@ -46,3 +48,38 @@ def staging():
     yield make
     for folder in made:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def shards():
+    """Starts shards, which end with the tests of a file; the process that they are forked from stays for the next."""
+    made = Shards()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def new(shards, place, staging, tmp_path_factory):
+    """new(data, ...) -> a Run, of the tiny model unless told otherwise, with directories of its own."""
+    def make(data, model=None, stage=None, **how):
+        return Run(shards, tmp_path_factory.mktemp("run"), model or place.model, data, stage or staging(), **how)
+    return make
+
+
+@pytest.fixture(scope="module")
+def tmpfs():
+    """tmpfs(size) -> the mount point of a new filesystem in memory of that size."""
+    made = []
+
+    def new(size, *options):
+        folder = Path(tempfile.mkdtemp(prefix="hidden-states-test-", dir="/dev/shm"))
+        command = ["mount", "-t", "tmpfs", "-o", ",".join([f"size={size}", *options]), "tmpfs", folder]
+        if subprocess.run(command).returncode:
+            folder.rmdir()
+            pytest.skip("only root can mount a small filesystem")
+        made.append(folder)
+        return folder
+    yield new
+    for folder in made:
+        subprocess.run(["umount", "-l", folder], check=True)
+        folder.rmdir()

@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +33,7 @@ import tiny
 import warmup
 from export import HiddenStates
 from s3 import S3Server
+from shards import times, until
 
 ROOT = Path(__file__).resolve().parent.parent
 # The trainers, and as much of what they import as the product's environment lacks.
@@ -44,7 +44,7 @@ UNREACHABLE = ("Temporary failure in name resolution", "Network is unreachable",
                "Failed to establish a new connection", "Connection timed out", "No route to host")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def trainers():
     """Directory of the trainers' packages."""
     name = hashlib.sha256(" ".join(PACKAGES).encode()).hexdigest()[:12]
@@ -62,35 +62,28 @@ def trainers():
     return folder
 
 
-def extract(folder, model, data, *args):
-    """A finished run in `folder`/out."""
-    flags = ["--model", model, "--data", data, "--out", folder / "out", "--work", folder / "work", "--stage",
-             folder / "stage", "--tokens", 1024, "--max-len", 300, "--compute-dtype", "fp32", *args]
-    p = subprocess.run([sys.executable, ROOT / "extract.py", *map(str, flags)], capture_output=True, text=True)
-    assert p.returncode == 0, p.stdout + p.stderr
-    return folder / "out"
+def finished(run, *args):
+    """OUT of a run, with these arguments."""
+    assert run.run(*args) == 0, run.log()
+    return run.out
 
 
-def times(out):
-    return {f.name: f.stat().st_mtime_ns for f in (out / "batches").iterdir()}
-
-
-@pytest.fixture(scope="session")
-def run(place, tmp_path_factory):
+@pytest.fixture(scope="module")
+def run(new, place):
     """A run with all that any trainer wants: three layers and the final state in fp32, and later the head."""
-    folder, args = tmp_path_factory.mktemp("run"), ("--dtype", "fp32", "--layers", "eagle3")
-    out = extract(folder, place.model, place.few, *args)
-    (folder / "before.json").write_text(json.dumps(times(out)))
-    return extract(folder, place.model, place.few, *args, "--save-head")
+    made = new(place.few, args=["--layers", "eagle3"])
+    out = finished(made)
+    (out.parent / "before.json").write_text(json.dumps(times(out)))
+    return finished(made, "--save-head")
 
 
-@pytest.fixture(scope="session")
-def small(place, tmp_path_factory):
+@pytest.fixture(scope="module")
+def small(new, place):
     """A run with little: descending layers in fp8, no final state, no head."""
-    return extract(tmp_path_factory.mktemp("small"), place.model, place.few, "--dtype", "fp8", "--layers", "6,3")
+    return finished(new(place.few), "--dtype", "fp8", "--layers", "6,3")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def truth(run, place):
     """{row: id, ids, mask, states [T, 3H], last [T, H] before and normed after the final norm}, one at a time."""
     model, found, lines = oracle.load_model(place.model), {}, place.few.read_bytes().splitlines()
@@ -131,7 +124,7 @@ ALGORITHMS = {"specforge": ("dflash", "dspark", "eagle3"), "speculators": ("dfla
               "modelopt": ("dflash", "eagle3")}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def exported(run, tmp_path_factory):
     """exported(format, algorithm) -> directory of a finished export of `run`."""
     @functools.cache
@@ -143,7 +136,7 @@ def exported(run, tmp_path_factory):
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def loaded(exported, trainers, tmp_path_factory):
     """loaded(format) -> {algorithm: what the trainer's own loader gives: samples, config, losses}"""
     @functools.cache
@@ -413,10 +406,11 @@ def test_norm_of_one_plus_w_equals_transformers_own(run, place, exported):
             assert given.equal(norm(data[i]["last_hidden_state"]).bfloat16())
 
 
-def test_norm_of_w_in_bf16_equals_transformers_own(tmp_path):
+def test_norm_of_w_in_bf16_equals_transformers_own(new, tmp_path):
     data, model = tmp_path / "ids.jsonl", tiny_llama(tmp_path / "model")
     data.write_text("".join(json.dumps({"input_ids": list(range(i, i + 20))}) + "\n" for i in range(4)))
-    out = extract(tmp_path, tmp_path / "model", data, "--final", "--save-head", "--layers", "0")
+    run = new(data, model=tmp_path / "model")
+    out = finished(run, "--dtype", "bf16", "--final", "--save-head", "--layers", "0")
     p = export_py("--from", out, "--to", tmp_path / "to", "--format", "modelopt")
     assert p.returncode == 0, p.stderr
     norm = model.bfloat16().model.norm
@@ -539,12 +533,10 @@ def test_killed_export_goes_on_and_ends_the_same(bucket, exported, tmp_path):
     command = [sys.executable, ROOT / "export.py", "--from", "s3://b/run", "--to", to, "--format", "speculators",
                "--jobs", "1"]
     p = subprocess.Popen(command, env=bucket, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 120
-    while not (done := list(to.glob(".export/done/*.parquet"))) and p.poll() is None and time.monotonic() < end:
-        time.sleep(0.01)
+    done = until(lambda: list(to.glob(".export/done/*.parquet")), p)
     p.send_signal(signal.SIGKILL)
     p.wait()
-    assert done and not (to / "state.json").exists()
+    assert not (to / "state.json").exists()
     before = {f: f.stat().st_mtime_ns for f in done}
     (to / "hidden_states/hs_99.safetensors.tmp").write_bytes(b"torn")
     p = subprocess.run(command, env=bucket, capture_output=True, text=True)
@@ -557,8 +549,7 @@ def test_an_order_to_stop_leaves_with_3(bucket, tmp_path):
     command = [sys.executable, ROOT / "export.py", "--from", "s3://b/run", "--to", tmp_path / "to", "--format",
                "specforge", "--jobs", "1"]
     p = subprocess.Popen(command, env=bucket, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while not (tmp_path / "to/.export/done").exists() and p.poll() is None:
-        time.sleep(0.01)
+    until((tmp_path / "to/.export/done").exists, p)
     p.terminate()
     assert "same command goes on" in p.communicate(timeout=60)[1] and p.returncode == 3
 

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,74 +28,11 @@ import tiny
 from export import NOTE, OutputError, open_output
 from link import Link
 from s3 import S3Server
-from shards import Shards
+from shards import code, objects, until
 
 ROOT = Path(__file__).resolve().parent.parent
 ACCESS, SECRET = "AKIADISTINCTIVE0KEY", "distinctive/secret+of+these/tests"
 WIDE = ["--tokens", 16384, "--layers", "0,1,2,3,4,5,6,7"]  # one batch of 22 MB: a multipart upload
-
-
-class Shard:
-    """A place for a run of one shard (or several), started as often as a test likes."""
-
-    def __init__(self, shards, folder, place, stage, data, out=None, env=None, args=()):
-        self.shards, self.folder, self.stage, self.args = shards, folder, stage, args
-        self.work, self.out = folder / "work", out or folder / "out"
-        self.env, self.model, self.data, self.begun = env, place.model, data, {}
-
-    def log_file(self, shard=0):
-        return self.folder / f"shard_{shard}.log"
-
-    def flags(self, *args, shard=0, of=1, work=None):
-        return ["--model", self.model, "--data", self.data, "--out", self.out, "--work", work or self.work,
-                "--stage", self.stage, "--shard", shard, "--num-shards", of, "--tokens", 1024, "--max-len", 300,
-                "--compute-dtype", "fp32", "--dtype", "fp32", *self.args, *args]
-
-    def start(self, *args, shard=0, of=1, work=None, **more):
-        log = self.log_file(shard)
-        self.begun[shard] = log.stat().st_size if log.exists() else 0
-        return self.shards.start(self.flags(*args, shard=shard, of=of, work=work), log, self.env, **more)
-
-    def run(self, *args, **how):
-        return code(self.start(*args, **how))
-
-    def log(self, shard=0):
-        """What the latest start of a shard said."""
-        log = self.log_file(shard)
-        return log.read_bytes()[self.begun.get(shard, 0):].decode() if log.exists() else ""
-
-    def progress(self):
-        return monitor.read_json(self.work / "progress_shard_0.json") or {}
-
-    def markers(self):
-        return {int(f.name[6:]): json.loads(f.read_text()) for f in (self.work / "markers").glob(".done_*")}
-
-    def staged(self):
-        return sorted(self.stage.glob("*/batch_*.safetensors"))
-
-
-def code(process, seconds=400):
-    """Exit code of a shard; fails when it does not end."""
-    process.join(seconds)
-    assert process.exitcode is not None, f"it still runs after {seconds} s"
-    return process.exitcode
-
-
-def until(condition, process=None, seconds=300):
-    """The first true value of condition(); fails after `seconds`, or when the process ends before."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        ended = process and process.exitcode is not None
-        if value := condition():
-            return value
-        assert not ended, f"the process ended with {process.exitcode}"
-        time.sleep(0.01)
-    raise AssertionError(f"nothing after {seconds} s")
-
-
-def objects(folder):
-    """{name: bytes} of an output's batches."""
-    return {f.name: f.read_bytes() for f in (Path(folder) / "batches").iterdir()}
 
 
 def children(process):
@@ -111,41 +47,6 @@ def command_line(process):
         return " ".join(process.cmdline())
     except psutil.Error:
         return ""
-
-
-@pytest.fixture(scope="module")
-def shards():
-    made = Shards()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def small():
-    """small(size) -> a new filesystem in memory of that size."""
-    made = []
-
-    def new(size, *options):
-        folder = Path(tempfile.mkdtemp(prefix="hidden-states-test-", dir="/dev/shm"))
-        command = ["mount", "-t", "tmpfs", "-o", ",".join([f"size={size}", *options]), "tmpfs", folder]
-        if subprocess.run(command).returncode:
-            folder.rmdir()
-            pytest.skip("only root can mount a small filesystem")
-        made.append(folder)
-        return folder
-    yield new
-    for folder in made:
-        subprocess.run(["umount", "-l", folder], check=True)
-        folder.rmdir()
-
-
-@pytest.fixture(scope="module")
-def new(shards, place, staging, tmp_path_factory):
-    """new(...) -> a Shard with directories of its own."""
-    def make(data=None, **how):
-        folder = tmp_path_factory.mktemp("fault")
-        return Shard(shards, folder, place, how.pop("stage", None) or staging(), data or place.few, **how)
-    return make
 
 
 @pytest.fixture(scope="module")
@@ -170,15 +71,15 @@ def s3(tmp_path_factory):
 
 class Trouble:
     """Scenarios, each a method that starts a shard into S3 over a link of its own and does something to it
-    while it uploads. They leave what the tests look at in the Shard that they return."""
+    while it uploads. They leave what the tests look at in the Run that they return."""
 
-    def __init__(self, new, place, s3, small):
-        self.new, self.place, self.s3, self.small = new, place, s3, small
+    def __init__(self, new, place, s3, tmpfs):
+        self.new, self.place, self.s3, self.tmpfs = new, place, s3, tmpfs
 
-    def into(self, name, server=None, bucket="bucket", **how):
+    def into(self, name, server=None, bucket="bucket", data=None, **how):
         server = server or self.s3
         link = Link(server.port)
-        run = self.new(out=f"s3://{bucket}/{name}",
+        run = self.new(data or self.place.few, out=f"s3://{bucket}/{name}",
                        env=server.environ() | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}"}, **how)
         run.link, run.files = link, server.directory / bucket / name
         run.put = f"PUT /{bucket}/{name}/batches".encode()
@@ -285,7 +186,7 @@ class Trouble:
     def full_work(self):
         """WORK's disk, which holds the log, too, is full while markers and progress are written."""
         run = self.into("full_work")
-        run.work = self.small("4m")
+        run.work = self.tmpfs("4m")
         run.log_file = lambda shard=0: run.work / "shard.log"
         filler = run.work / "filler"
         run.link.on(run.put, lambda: fill(filler), keep=True)
@@ -297,7 +198,7 @@ class Trouble:
 
     def full_stage(self):
         """Somebody else takes whatever room there is in staging, and gives it back."""
-        run = self.into("full_stage", data=self.place.chat, stage=self.small("6m"))
+        run = self.into("full_stage", data=self.place.chat, stage=self.tmpfs("6m"))
         filler = run.stage / "filler"
         with open(run.log_file(), "ab") as log:  # under its own name, by which status knows it
             process = subprocess.Popen([sys.executable, ROOT / "extract.py", *map(str, run.flags())], env=run.env,
@@ -329,15 +230,18 @@ def fill(path):
 
 
 @pytest.fixture(scope="module")
-def trouble(new, shards, place, s3, small, plain):
-    """{scenario: its Shard}, and under `seen` every command line that a process below them had."""
-    made, stop, seen = Trouble(new, place, s3, small), threading.Event(), []
+def trouble(new, shards, place, s3, tmpfs, plain):
+    """{scenario: its Run}, and under `seen` every command line that a process below them had."""
+    made, stop, seen = Trouble(new, place, s3, tmpfs), threading.Event(), []
     names = [name for name in vars(Trouble) if not name.startswith("_") and name != "into"]
 
     def watch():
         while not stop.wait(0.1):
-            for process in list(shards.processes):
-                seen.append([line for line in map(command_line, children(process)) if line])
+            below = {process.pid for process in list(shards.processes)}
+            for process in psutil.process_iter(["ppid"]):  # in the order of their pids: parents come first
+                if process.info["ppid"] in below:
+                    below.add(process.pid)
+                    seen.append(command_line(process))
     thread = threading.Thread(target=watch)
     thread.start()
 
@@ -355,7 +259,7 @@ def trouble(new, shards, place, s3, small, plain):
         thread.join()
     for run in runs.values():
         run.link.close()
-    runs["seen"] = [line for lines in seen for line in lines]
+    runs["seen"] = seen
     return runs
 
 
@@ -648,14 +552,14 @@ def test_a_damaged_plan_without_markers_is_made_again(new, place, plain):
 
 # ---- disk and memory
 
-def test_eight_shards_race_for_a_small_staging_area(new, place, plain, small):
-    run = new(place.chat, stage=small("7m"), args=["--tokens", 300])
+def test_eight_shards_race_for_a_small_staging_area(new, place, plain, tmpfs):
+    run = new(place.chat, stage=tmpfs("7m"), args=["--tokens", 300])
     codes = [code(p) for p in [run.start(shard=shard, of=8) for shard in range(8)]]
     assert codes == [0] * 8 and objects(run.out) == plain["narrow"], run.log(codes.index(max(codes)))
 
 
-def test_staging_that_cannot_be_written_to_is_refused(new, place, small):
-    folder = small("4m")
+def test_staging_that_cannot_be_written_to_is_refused(new, place, tmpfs):
+    folder = tmpfs("4m")
     run = new(place.few, stage=folder)
     subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
     assert run.run() == 2 and f"--stage {folder} cannot be written to" in run.log(), run.log()
@@ -725,8 +629,7 @@ def poison(model, value):
 @pytest.mark.parametrize("name", ["nan", "inf", "zero"])
 def test_bad_states_stop_the_shard_and_name_batch_and_sample(new, poisoned, name):
     model, data = poisoned[name]
-    run = new(data)
-    run.model = model
+    run = new(data, model=model)
     assert run.run() == 1 and "batch 0: states of sample 2" in run.progress()["error"], run.log()
     assert run.markers() == {} and not (run.out / "batches").exists()
 
@@ -751,8 +654,7 @@ def test_a_first_request_to_stop_after_a_failure_does_not_hide_it(new, poisoned,
 def passed_over(new, poisoned):
     """The same with --skip-bad; then once more on a fresh machine."""
     model, data = poisoned["nan"]
-    run = new(data)
-    run.model = model
+    run = new(data, model=model)
     run.code, run.first = run.run("--skip-bad"), run.markers()
     run.counted = [run.progress()]
     run.manifest = json.loads((run.out / "manifest.json").read_text())

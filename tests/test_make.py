@@ -11,12 +11,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import tiny
 from s3 import S3Server
+from shards import until
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["TOKENS=1024", "MAX_LEN=300", "ARGS=--compute-dtype fp32 --dtype fp32"]
@@ -36,24 +36,21 @@ def make(*words, env=None, timeout=240):
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    """Tiny model, 60 conversations, and a warm-up whose report every run of these tests starts from."""
-    d = tmp_path_factory.mktemp("inputs")
-    tiny.make_model(d / "model")
-    tiny.make_chat(d / "chat.jsonl", 60)
-    p = make("warmup", f"MODEL={d / 'model'}", f"WORK={d / 'w'}", *SMALL)
+def inputs(place, tmp_path_factory):
+    """The tiny model, 60 conversations, and a warm-up whose report every run of these tests starts from."""
+    work = tmp_path_factory.mktemp("inputs") / "w"
+    p = make("warmup", f"MODEL={place.model}", f"WORK={work}", *SMALL)
     assert p.returncode == 0, p.stdout + p.stderr
-    (d / "warmup.out").write_text(p.stdout)
-    return d
+    return SimpleNamespace(model=place.model, chat=place.chat, warmup=work / "warmup.json", said=p.stdout)
 
 
 def knobs_of(inputs, d):
     stage = Path(f"/dev/shm/test-make-{os.getpid()}-{d.name}")
     (d / "w").mkdir(exist_ok=True)
-    shutil.copy(inputs / "w/warmup.json", d / "w")
+    shutil.copy(inputs.warmup, d / "w")
     knobs = {
-        "MODEL": inputs / "model",
-        "DATA": inputs / "chat.jsonl",
+        "MODEL": inputs.model,
+        "DATA": inputs.chat,
         "OUT": d / "out",
         "WORK": d / "w",
         "STAGE": stage,
@@ -107,7 +104,7 @@ def under_way(inputs, tmp_path_factory):
 
 
 def begin(knobs, env, work):
-    """make extract in the background, until both shards are past planning and one batch is marked."""
+    """make extract in the background, until both shards run and one batch is marked."""
     p = subprocess.Popen(
         ["make", "--no-print-directory", f"PY={sys.executable}", "extract", *knobs],
         cwd=ROOT,
@@ -118,14 +115,8 @@ def begin(knobs, env, work):
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    deadline = time.time() + 120
-    while time.time() < deadline and p.poll() is None:
-        if list(work.glob("markers/.done_*")) and len(list(work.glob("progress_shard_*.json"))) == 2:
-            return p
-        time.sleep(0.1)
-    raise AssertionError(
-        f"no marker in {work}: {p.communicate(timeout=5)[0] if p.poll() is not None else 'waiting'}"
-    )
+    until(lambda: list(work.glob("markers/.done_*")) and [s["exit_code"] for s in shards(work)] == [None] * 2, p)
+    return p
 
 
 def shards(work):
@@ -218,13 +209,17 @@ def test_stop_ends_the_shards_resumably(under_way):
     assert {(s["state"], s["exit_code"]) for s in shards(work)} == {("stopped", 3)}
 
 
-def test_gpus_1_continues_a_run_begun_with_gpus_2(under_way):
+def test_restart_with_gpus_1_goes_on_with_a_run_begun_with_gpus_2(under_way):
+    """What runs is stopped, markers are kept, the rest is done by one shard."""
     knobs, env, work, _ = under_way
+    p = begin(knobs, env, work)
     before = {f.name: f.stat().st_mtime_ns for f in work.glob("markers/.done_*")}
-    p = make("extract", *knobs, "GPUS=1", "UPLOAD_MBPS=0", env=env)
+    again = make("restart", *knobs, "GPUS=1", "UPLOAD_MBPS=0", env=env)
+    assert "asking" in again.stdout and "(stopped)" in p.communicate(timeout=30)[0]
+    assert again.returncode == 0, again.stdout + again.stderr
     after = {f.name: f.stat().st_mtime_ns for f in work.glob("markers/.done_*")}
-    assert p.returncode == 0, p.stdout + p.stderr
     assert len(before) < len(after) and before.items() <= after.items()
+    assert json.loads((work.parent / "s3/b/run/manifest.json").read_text())["complete"] is True
 
 
 def test_one_killed_shard_is_named_and_the_other_finishes(slow):
@@ -234,16 +229,6 @@ def test_one_killed_shard_is_named_and_the_other_finishes(slow):
     output = p.communicate(timeout=180)[0]
     assert p.returncode != 0
     assert "shard 0 exited 0 (done)" in output and "shard 1 exited 1" in output
-
-
-def test_restart_keeps_markers_and_finishes(slow):
-    knobs, env, work = slow
-    p = begin(knobs, env, work)
-    before = {f.name: f.stat().st_mtime_ns for f in work.glob("markers/.done_*")}
-    again = make("restart", *knobs, "UPLOAD_MBPS=0", env=env)
-    p.communicate(timeout=30)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert before.items() <= {f.name: f.stat().st_mtime_ns for f in work.glob("markers/.done_*")}.items()
 
 
 def test_stop_signals_nobody_else(tmp_path):
@@ -318,12 +303,13 @@ def test_the_plan_says_how_long_it_takes_in_a_unit_to_read(run):
 
 
 def test_warmup_ends_in_one_json_object_and_keeps_it(inputs):
-    report = json.loads((inputs / "warmup.out").read_text().splitlines()[-1])
+    report = json.loads(inputs.said.splitlines()[-1])
     assert report["checks"]["isolation"] <= 1e-4
-    assert json.loads((inputs / "w/warmup.json").read_text()) == report
+    assert json.loads(inputs.warmup.read_text()) == report
 
 
-def test_the_demos_port_in_use_is_refused(tmp_path):
+def test_the_demos_port_in_use_is_refused(place, tmp_path):
+    shutil.copytree(place.model, tmp_path / "demo/model")  # which the demo would make first
     with S3Server(tmp_path / "other") as server:
         p = make("demo", f"WORK={tmp_path / 'demo'}", f"PORT={server.port}")
     assert p.returncode == 2 and str(server.port) in p.stdout + p.stderr

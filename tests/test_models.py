@@ -6,9 +6,6 @@ Each is a checkpoint that extract.py runs in a process of its own, all layers an
 """
 import json
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import oracle
 import tiny
+from shards import Run
 
-ROOT = Path(__file__).resolve().parent.parent
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 COMMON = dict(vocab_size=tiny.VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
               num_key_value_heads=2, max_position_embeddings=4096, bos_token_id=tiny.TEXT_IDS,
@@ -97,19 +94,6 @@ RUNS = {name: (name, []) for name in [*PACKED, "gemma2_capped", "jamba"]} | {
     "gemma2_capped alone": ("gemma2_capped", ALONE), "jamba alone": ("jamba", ALONE),
     "float16": ("float16", []), "float16 in bf16": ("float16", BF16),
     "fp8": ("fp8", []), "fp8 in bf16": ("fp8", BF16)}
-ONE_IMPORT = """
-import json, os, sys
-from transformers import AutoModelForCausalLM, AutoTokenizer
-import extract
-codes = []
-for flags, log in json.load(sys.stdin):
-    if not (child := os.fork()):
-        for stream in (1, 2):
-            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-        os._exit(extract.main(flags))
-    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-print(json.dumps(codes))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -129,20 +113,15 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def done(models, staging, tmp_path_factory):
+def done(models, shards, staging, tmp_path_factory):
     """{run: (exit code, what it said, its output, its model)}"""
-    folder, stage, asked = tmp_path_factory.mktemp("runs"), staging(), {}
+    folder, stage, made = tmp_path_factory.mktemp("runs"), staging(), {}
     tiny.make_chat(folder / "chat.jsonl", 6)
-    for run, (name, args) in RUNS.items():
-        flags = ["--model", models[name], "--data", folder / "chat.jsonl", "--out", folder / run / "out",
-                 "--work", folder / run / "work", "--stage", stage, "--tokens", 1024, "--max-len", 300,
-                 "--layers", "0,1,2,3", "--final", "--dtype", "fp32", "--compute-dtype", "fp32", *args]
-        (folder / run).mkdir()
-        asked[run] = [str(flag) for flag in flags], str(folder / run / "log")
-    said = subprocess.run([sys.executable, "-c", ONE_IMPORT], cwd=ROOT, input=json.dumps(list(asked.values())),
-                          timeout=400, stdout=subprocess.PIPE, text=True, check=True).stdout
-    return {run: (code, (folder / run / "log").read_text(), folder / run / "out", models[RUNS[run][0]])
-            for run, code in zip(asked, json.loads(said), strict=True)}
+    for name, (model, args) in RUNS.items():
+        (folder / name).mkdir()
+        run = Run(shards, folder / name, models[model], folder / "chat.jsonl", stage)
+        made[name] = run.run("--layers", "0,1,2,3", "--final", *args), run.log(), run.out, run.model
+    return made
 
 
 def largest(run, dtype="fp32"):

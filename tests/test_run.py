@@ -1,4 +1,4 @@
-"""extract.py through its front door: real shards, a real S3 server on loopback, the real aws; killed, misled.
+"""extract.py's shards as real processes, a real S3 server on loopback, the real aws; killed, misled.
 
     python -m pytest tests/test_run.py
 
@@ -10,9 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -23,109 +21,21 @@ from transformers import AutoTokenizer
 
 import oracle
 from s3 import S3Server
+from shards import code, objects, times, until
 
 ROOT = Path(__file__).resolve().parent.parent
 AWS = Path(sys.executable).parent / "aws"
+NAME = "batch_{:06d}.safetensors"
+ALL = [NAME.format(batch) for batch in range(11)]
 KEYS = """shard num_shards processed skipped total rate_per_sec eta_hours batch total_batches tokens state
 tokens_per_sec uploaded pending_uploads failed_uploads staged_bytes waited_for_room_s gpu_busy updated_at
 exit_code error""".split()
 
 
-class Run:
-    """The directories of one run, and its shards as real processes."""
-
-    def __init__(self, folder, place, stage, out=None, data=None, env=None):
-        self.folder, self.work, self.stage, self.data = folder, folder / "work", stage, data or place.chat
-        self.out, self.env, self.model = out or folder / "out", env or dict(os.environ), place.model
-        self.processes, self.begun = [], {}
-
-    def log_file(self, shard):
-        return self.folder / f"shard_{shard}.log"
-
-    def flags(self, *args, shard=0, num_shards=1):
-        flags = ["--model", self.model, "--data", self.data, "--out", self.out, "--work", self.work,
-                 "--stage", self.stage, "--shard", shard, "--num-shards", num_shards, "--tokens", 1024,
-                 "--max-len", 300, "--compute-dtype", "fp32", "--dtype", "fp32", *args]
-        return [str(flag) for flag in flags]
-
-    def start(self, *args, shard=0, num_shards=1, env=None):
-        self.begun[shard] = self.log_file(shard).stat().st_size if self.log_file(shard).exists() else 0
-        flags = self.flags(*args, shard=shard, num_shards=num_shards)
-        with open(self.log_file(shard), "ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, ROOT / "extract.py", *flags], cwd=self.folder, env=env or self.env,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        self.processes.append(process)
-        return process
-
-    def run(self, *args, **how):
-        return self.start(*args, **how).wait(180)
-
-    def log(self, shard=0):
-        """What the latest start of a shard said."""
-        return self.log_file(shard).read_bytes()[self.begun.get(shard, 0):].decode()
-
-    def progress(self, shard=0):
-        try:
-            return json.loads((self.work / f"progress_shard_{shard}.json").read_text())
-        except OSError:
-            return {}
-
-    def markers(self):
-        """{batch: its marker}"""
-        return {int(f.name[6:]): json.loads(f.read_text()) for f in (self.work / "markers").glob(".done_*")}
-
-    def staged(self, pattern="*/batch_*.safetensors"):
-        return sorted(self.stage.glob(pattern))
-
-    def fingerprint(self):
-        return json.loads((self.work / "plan/plan.json").read_text())["fingerprint"]
-
-    def close(self):
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-
-
-def wait_for(condition, process=None, seconds=120):
-    """The first true value of condition(); fails when the process ends before, or after `seconds`."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        ended = process and process.poll() is not None
-        if value := condition():
-            return value
-        assert not ended, f"the process ended with {process.returncode}"
-        time.sleep(0.002)
-    raise AssertionError(f"nothing after {seconds} s")
-
-
 def kill(process):
     """SIGKILL, which no program can answer."""
     process.kill()
-    process.wait()
-
-
-def objects(folder):
-    """{batch: bytes} of an output's files."""
-    return {int(f.stem[6:]): f.read_bytes() for f in (folder / "batches").iterdir()}
-
-
-def times(folder):
-    return {f.name: f.stat().st_mtime_ns for f in (folder / "batches").iterdir()}
-
-
-@pytest.fixture(scope="module")
-def runs(place, staging, tmp_path_factory):
-    """runs(...) -> a new Run; its processes end with the tests of this file."""
-    made = []
-
-    def new(**how):
-        made.append(Run(tmp_path_factory.mktemp("run"), place, staging(), **how))
-        return made[-1]
-    yield new
-    for run in made:
-        run.close()
+    process.join()
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +56,11 @@ def judge(place):
 # ---- undisturbed: two shards into S3
 
 @pytest.fixture(scope="module")
-def whole(runs, s3):
-    run = runs(out="s3://bucket/whole", env=s3.environ())
+def whole(new, place, s3):
+    run = new(place.chat, out="s3://bucket/whole", env=s3.environ())
     run.files = s3.directory / "bucket/whole"
-    processes = [run.start(shard=shard, num_shards=2) for shard in (0, 1)]
-    run.codes = [process.wait(180) for process in processes]
+    processes = [run.start(shard=shard, of=2) for shard in (0, 1)]
+    run.codes = [code(process) for process in processes]
     return run
 
 
@@ -193,7 +103,7 @@ def test_the_index_has_a_row_a_sample(whole, place):
 
 
 def test_every_batch_has_its_marker(whole):
-    assert sorted(whole.markers()) == sorted(objects(whole.files)) == list(range(11))
+    assert sorted(whole.markers()) == list(range(11)) and sorted(objects(whole.files)) == ALL
 
 
 def test_markers_say_key_size_and_crc_of_the_object(whole):
@@ -254,7 +164,7 @@ def test_the_private_aws_configuration_is_private(whole):
 def again(whole):
     """(exit code, times of the files before, and after) of the same command once more."""
     before = times(whole.files)
-    return whole.run(shard=0, num_shards=2), before, times(whole.files)
+    return whole.run(shard=0, of=2), before, times(whole.files)
 
 
 def test_starting_again_exits_with_0(again):
@@ -276,7 +186,7 @@ def test_starting_again_leaves_the_manifest_complete(again, whole, manifest):
 # ---- other ways to store and to split
 
 @pytest.fixture(scope="module")
-def variants(runs, place, tmp_path_factory):
+def variants(new, place, tmp_path_factory):
     """{name: (run, its data)} into local directories."""
     spoiled = tmp_path_factory.mktemp("spoiled") / "few.jsonl"
     lines = place.few.read_bytes().splitlines(True)
@@ -285,14 +195,14 @@ def variants(runs, place, tmp_path_factory):
     names = dict.fromkeys(name for row in rows for name in row)
     table = pa.table({name: [row.get(name) for row in rows] for name in names})
     pq.write_table(table, spoiled.with_name("few.parquet"), row_group_size=5)
-    asked = {"bf16": (place.chat, "--dtype", "bf16"), "table": (spoiled.with_name("few.parquet"),), "fp8": (place.few, "--dtype", "fp8", "--final"),
+    asked = {"bf16": (place.chat, "--dtype", "bf16"), "table": (spoiled.with_name("few.parquet"),),
+             "fp8": (place.few, "--dtype", "fp8", "--final"),
              "split": (spoiled, "--final", "--forward-tokens", "300", "--layers", "7,2"),
              "alone": (place.few, "--samples-per-forward", "1")}
-    made = {name: (runs(data=data), data, args) for name, (data, *args) in asked.items()}
-    with ThreadPoolExecutor(2) as pool:
-        codes = list(pool.map(lambda one: one[0].run(*one[2]), made.values()))
-    for code, (run, *_) in zip(codes, made.values()):
-        assert code == 0, run.log()
+    made = {name: (new(data), data, args) for name, (data, *args) in asked.items()}
+    started = {name: run.start(*args) for name, (run, _, args) in made.items()}
+    for name, process in started.items():
+        assert code(process) == 0, made[name][0].log()
     return {name: (run, data) for name, (run, data, _) in made.items()}
 
 
@@ -325,20 +235,20 @@ def test_the_order_of_layers_is_that_asked_for(variants):
 # ---- killed between two batches, then continued with another number of shards
 
 @pytest.fixture(scope="module")
-def resumed(runs, whole):
+def resumed(new, place, whole):
     """Two shards are killed; a torn and an altered whole file lie in staging; one shard goes on."""
-    run = runs()
-    processes = [run.start(shard=shard, num_shards=2) for shard in (0, 1)]
+    run = new(place.chat)
+    processes = [run.start(shard=shard, of=2) for shard in (0, 1)]
     for shard, process in enumerate(processes):
-        wait_for(lambda: any(batch % 2 == shard for batch in run.markers()), process)
+        until(lambda: any(batch % 2 == shard for batch in run.markers()), process)
         kill(process)
     run.early, run.before, stage = run.markers(), times(run.out), run.stage / run.fingerprint()
     staged = {int(f.stem[6:]) for f in run.staged()}
     open_batches = [batch for batch in range(11) if batch not in {*run.early, *staged}]
     run.planted, run.torn = open_batches[-1], open_batches[-2]
-    data = bytearray(objects(whole.files)[run.planted])
+    data = bytearray(objects(whole.files)[NAME.format(run.planted)])
     data[-1] ^= 1  # so that it can be told from one that was computed again
-    (stage / f"batch_{run.planted:06d}.safetensors").write_bytes(data)
+    (stage / NAME.format(run.planted)).write_bytes(data)
     (stage / f"batch_{run.torn:06d}.tmp").write_bytes(data[:1000])
     run.altered, run.staged_before = bytes(data), {*staged, run.planted}
     run.code = run.run()
@@ -350,7 +260,7 @@ def test_a_killed_run_goes_on_with_another_number_of_shards(resumed):
 
 
 def test_a_resumed_run_has_the_bytes_of_an_undisturbed_one(resumed, whole):
-    assert objects(resumed.out) == objects(whole.files) | {resumed.planted: resumed.altered}
+    assert objects(resumed.out) == objects(whole.files) | {NAME.format(resumed.planted): resumed.altered}
 
 
 def test_a_resumed_run_leaves_finished_batches_alone(resumed):
@@ -367,7 +277,7 @@ def test_a_resumed_run_counts_every_batch_once(resumed):
 def test_a_whole_staged_file_is_uploaded_and_not_computed_again(resumed):
     todo = 11 - len(resumed.early) - len(resumed.staged_before)
     assert f"{len(resumed.staged_before)} staged, {todo} are to be computed" in resumed.log()
-    assert objects(resumed.out)[resumed.planted] == resumed.altered
+    assert objects(resumed.out)[NAME.format(resumed.planted)] == resumed.altered
 
 
 def test_a_whole_staged_file_gets_the_crc_of_its_bytes(resumed):
@@ -375,7 +285,8 @@ def test_a_whole_staged_file_gets_the_crc_of_its_bytes(resumed):
 
 
 def test_a_torn_file_is_not_uploaded(resumed, whole):
-    assert objects(resumed.out)[resumed.torn] == objects(whole.files)[resumed.torn]
+    torn = NAME.format(resumed.torn)
+    assert objects(resumed.out)[torn] == objects(whole.files)[torn]
 
 
 def test_nothing_is_left_in_staging_after_a_resumed_run(resumed):
@@ -389,19 +300,19 @@ def test_a_resumed_run_is_complete(resumed):
 # ---- stopped on request, with a second shard of the same number beside
 
 @pytest.fixture(scope="module")
-def stopped(runs):
-    run = runs()
+def stopped(new, place):
+    run = new(place.chat)
     first = run.start()
-    wait_for(lambda: run.progress().get("state") == "running", first)
-    first.send_signal(signal.SIGSTOP)  # so that it does not end before the second has started
+    until(lambda: run.progress().get("state") == "running", first)
+    os.kill(first.pid, signal.SIGSTOP)  # so that it does not end before the second has started
     markers = run.markers()
     run.second_code = run.run()
     run.second_log, run.beside = run.log(), run.progress()
     run.pid_file, run.first_pid = (run.work / "pids/shard_0.pid").read_text(), first.pid
-    first.send_signal(signal.SIGCONT)
-    run.went_on = wait_for(lambda: len(run.markers()) > len(markers), first)
-    first.send_signal(signal.SIGTERM)
-    run.code, run.after, run.early = first.wait(60), run.progress(), run.markers()
+    os.kill(first.pid, signal.SIGCONT)
+    run.went_on = until(lambda: len(run.markers()) > len(markers), first)
+    os.kill(first.pid, signal.SIGTERM)
+    run.code, run.after, run.early = code(first, 60), run.progress(), run.markers()
     run.final_code = run.run()
     return run
 
@@ -436,12 +347,12 @@ def test_a_stopped_shard_goes_on(stopped, whole):
 
 
 @pytest.fixture(scope="module")
-def stopped_early(runs):
-    run = runs()
+def stopped_early(new, place):
+    run = new(place.chat)
     process = run.start()
-    wait_for(lambda: run.progress().get("state") == "planning", process)
-    process.send_signal(signal.SIGTERM)
-    run.code = process.wait(60)
+    until(lambda: run.progress().get("state") == "planning", process)
+    os.kill(process.pid, signal.SIGTERM)
+    run.code = code(process, 60)
     return run
 
 
@@ -468,18 +379,18 @@ def uploading(process):
 
 
 @pytest.fixture(scope="module")
-def slow(runs, place, s3):
-    """Uploads of 0.1 MB/s: stopped on request during the first, killed during the first, then let run."""
-    run, limit = runs(out="s3://bucket/slow", data=place.few, env=s3.environ()), ("--upload-mbps", "0.1")
+def slow(new, place, s3):
+    """Uploads of 0.2 MB/s: stopped on request during the first, killed during the first, then let run."""
+    run, limit = new(place.few, out="s3://bucket/slow", env=s3.environ()), ("--upload-mbps", "0.2")
     run.files = s3.directory / "bucket/slow"
     first = run.start("--uploads", "1", *limit)
-    wait_for(lambda: len(run.staged()) == 3 and uploading(first), first)
+    until(lambda: len(run.staged()) == 3 and uploading(first), first)
     children = uploading(first)
-    first.send_signal(signal.SIGTERM)
-    run.stop_code = first.wait(60)
+    os.kill(first.pid, signal.SIGTERM)
+    run.stop_code = code(first, 60)
     _, run.left_running = psutil.wait_procs(children, timeout=2)
     second = run.start("--uploads", "1", *limit)
-    orphans = wait_for(lambda: uploading(second), second)
+    orphans = until(lambda: uploading(second), second)
     kill(second)
     run.unmarked = {f.name: f.read_bytes() for f in run.staged() if int(f.stem[6:]) not in run.markers()}
     run.code = run.run()
@@ -520,7 +431,7 @@ def test_a_run_killed_in_an_upload_ends_up_right(slow, judge, place):
 # ---- refusals
 
 @pytest.fixture(scope="module")
-def cases(runs, place, s3, whole, tmp_path_factory):
+def cases(new, place, s3, whole, tmp_path_factory):
     """{name: (run, arguments, words that its message must have)}"""
     folder, env = tmp_path_factory.mktemp("cases"), s3.environ()
     (folder / "empty.jsonl").write_text("")
@@ -542,11 +453,11 @@ def cases(runs, place, s3, whole, tmp_path_factory):
 
     def begun():
         """A run with the plan and the markers of the undisturbed one."""
-        run = runs(env=env, out=whole.out)
+        run = new(place.chat, env=env, out=whole.out)
         shutil.copytree(whole.work / "plan", run.work / "plan")
         shutil.copytree(whole.work / "markers", run.work / "markers")
         return run
-    used = runs()
+    used = new(place.chat)
     (used.folder / "out").mkdir()
     shutil.copy(whole.files / "manifest.json", used.folder / "out/manifest.json")
     elsewhere = begun()
@@ -557,28 +468,28 @@ def cases(runs, place, s3, whole, tmp_path_factory):
     nobody = {k: v for k, v in env.items() if "KEY" not in k}
     gpu = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
     return {
-        "missing model": (runs(), ["--model", "no/such/model"], ["--model no/such/model"]),
-        "model without files": (runs(), ["--model", folder / "bare"], [str(folder / "bare"), "config.json"]),
-        "unknown kind of model": (runs(), ["--model", strange], [str(strange)]),
-        "model without tokenizer": (runs(), ["--model", silent], [str(silent), "tokenizer"]),
-        "missing data": (runs(data="no/such.jsonl"), [], ["--data no/such.jsonl", "no such file"]),
-        "empty data": (runs(data=folder / "empty.jsonl"), [], [str(folder / "empty.jsonl")]),
-        "torn Parquet": (runs(data=torn), [], [str(torn), "cannot be read"]),
-        "several splits": (runs(data=folder / "splits"), [], [f"{folder}/splits/train", f"{folder}/splits/test"]),
-        "two kinds of data": (runs(data=folder / "both"), [], [str(folder / "both"), ".jsonl", ".parquet"]),
-        "all skipped": (runs(data=broken), [], [str(broken), "'unreadable': 2"]),
-        "max-len above tokens": (runs(), ["--max-len", "2000"], ["--max-len 2000", "--tokens 1024"]),
-        "flag out of range": (runs(), ["--uploads", "99"], ["--uploads 99", "1 to 16"]),
-        "unknown layers": (runs(), ["--layers", "1,64"], ["--layers 1,64", "0 to 7"]),
-        "OUT cannot be written": (runs(out="/proc/nowhere"), [], ["/proc/nowhere"]),
-        "OUT through a file": (runs(out=f"{place.few}/out"), [], [f"{place.few}/out", "Not a directory"]),
-        "missing bucket": (runs(out="s3://no-such/run", env=env), [], ["s3://no-such/run", "NoSuchBucket"]),
-        "wrong secret": (runs(out="s3://bucket/x", env=wrong), [], ["s3://bucket/x", "Signature"]),
-        "no credentials": (runs(out="s3://bucket/x", env=nobody), [], ["s3://bucket/x", "credentials"]),
+        "missing model": (new(place.chat), ["--model", "no/such/model"], ["--model no/such/model"]),
+        "model without files": (new(place.chat), ["--model", folder / "bare"], [str(folder / "bare"), "config.json"]),
+        "unknown kind of model": (new(place.chat), ["--model", strange], [str(strange)]),
+        "model without tokenizer": (new(place.chat), ["--model", silent], [str(silent), "tokenizer"]),
+        "missing data": (new("no/such.jsonl"), [], ["--data no/such.jsonl", "no such file"]),
+        "empty data": (new(folder / "empty.jsonl"), [], [str(folder / "empty.jsonl")]),
+        "torn Parquet": (new(torn), [], [str(torn), "cannot be read"]),
+        "several splits": (new(folder / "splits"), [], [f"{folder}/splits/train", f"{folder}/splits/test"]),
+        "two kinds of data": (new(folder / "both"), [], [str(folder / "both"), ".jsonl", ".parquet"]),
+        "all skipped": (new(broken), [], [str(broken), "'unreadable': 2"]),
+        "max-len above tokens": (new(place.chat), ["--max-len", "2000"], ["--max-len 2000", "--tokens 1024"]),
+        "flag out of range": (new(place.chat), ["--uploads", "99"], ["--uploads 99", "1 to 16"]),
+        "unknown layers": (new(place.chat), ["--layers", "1,64"], ["--layers 1,64", "0 to 7"]),
+        "OUT cannot be written": (new(place.chat, out="/proc/nowhere"), [], ["/proc/nowhere"]),
+        "OUT through a file": (new(place.chat, out=f"{place.few}/out"), [], [f"{place.few}/out", "Not a directory"]),
+        "missing bucket": (new(place.chat, out="s3://no-such/run", env=env), [], ["s3://no-such/run", "NoSuchBucket"]),
+        "wrong secret": (new(place.chat, out="s3://bucket/x", env=wrong), [], ["s3://bucket/x", "Signature"]),
+        "no credentials": (new(place.chat, out="s3://bucket/x", env=nobody), [], ["s3://bucket/x", "credentials"]),
         "OUT of another run": (used, ["--layers", "2,3"], [str(used.out), "[1, 2, 3, 4, 5], now [2, 3]"]),
         "WORK of another run": (other, ["--dtype", "bf16"], [str(other.work), "dtype was fp32, now bf16"]),
         "markers of another OUT": (elsewhere, [], [str(elsewhere.out), whole.out]),
-        "no GPU": (runs(env=gpu), [], ["CUDA_VISIBLE_DEVICES=0"]),
+        "no GPU": (new(place.chat, env=gpu), [], ["CUDA_VISIBLE_DEVICES=0"]),
     }
 
 
@@ -590,33 +501,11 @@ no GPU"""
 NAMES = [name.strip() for name in NAMES.split(",")]
 
 
-ONE_IMPORT = """
-import json, os, sys
-from transformers import AutoConfig, AutoTokenizer
-import extract
-codes = []
-for flags, env, folder, log in json.load(sys.stdin):
-    if not (child := os.fork()):
-        for stream in (1, 2):
-            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-        os.chdir(folder)
-        os.environ.clear()
-        os.environ.update(env)
-        os._exit(extract.main(flags))
-    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-print(json.dumps(codes))
-"""
-
-
 @pytest.fixture(scope="module")
 def refused(cases):
-    """{name: (exit code, run, words)}: a process each, forked from one that has loaded torch."""
-    asked = [(run.flags(*args), dict(run.env), str(run.folder), str(run.log_file(0)))
-             for run, args, _ in cases.values()]
-    done = subprocess.run([sys.executable, "-c", ONE_IMPORT], cwd=ROOT, input=json.dumps(asked), timeout=280,
-                          stdout=subprocess.PIPE, text=True, check=True)
-    return {name: (code, run, words) for code, (name, (run, _, words))
-            in zip(json.loads(done.stdout), cases.items(), strict=True)}
+    """{name: (exit code, run, words)}"""
+    started = {name: run.start(*args) for name, (run, args, _) in cases.items()}
+    return {name: (code(started[name]), run, words) for name, (run, _, words) in cases.items()}
 
 
 def test_every_case_is_looked_at(cases):
@@ -654,34 +543,17 @@ def test_an_out_that_takes_nothing_is_refused_before_tokenizing(refused, name):
 
 
 def test_refusals_leave_the_undisturbed_output_alone(refused, whole):
-    assert sorted(objects(whole.files)) == list(range(11))
+    assert sorted(objects(whole.files)) == ALL
 
 
-@pytest.fixture
-def tmpfs(tmp_path):
-    """tmpfs(size) -> the mount point of a new filesystem in memory."""
-    folder, made = tmp_path / "small", []
-
-    def new(size):
-        folder.mkdir()
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder]).returncode:
-            pytest.skip("only root can mount a small filesystem")
-        made.append(folder)
-        return folder
-    yield new
-    for folder in made:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
-def test_staging_too_small_for_two_batches_is_refused(runs, tmpfs):
-    run = runs()
-    run.stage = tmpfs("2m")
+def test_staging_too_small_for_two_batches_is_refused(new, place, tmpfs):
+    run = new(place.chat, stage=tmpfs("2m"))
     assert run.run() == 2
     assert f"--stage {run.stage}" in run.progress()["error"] and "Loading weights" not in run.log()
 
 
-def test_a_work_directory_that_is_a_file_is_refused(runs):
-    run = runs()
+def test_a_work_directory_that_is_a_file_is_refused(new, place):
+    run = new(place.chat)
     run.work.write_text("")
     assert run.run() == 2 and f"--work {run.work}" in run.log() and "Traceback" not in run.log()
 
@@ -714,20 +586,19 @@ esac"""}
 
 
 @pytest.fixture(scope="module")
-def misled(runs, place, s3):
+def misled(new, place, s3):
     """{name of a body: run of three batches with such an aws first on PATH}. It notes the arguments of all
     calls in `args`, and for each upload of a batch its niceness and how many run in `calls`."""
     made = {}
     for name, body in BODIES.items():
-        made[name] = run = runs(out=f"s3://bucket/{name}", data=place.few, env=s3.environ())
+        made[name] = run = new(place.few, out=f"s3://bucket/{name}", env=s3.environ())
         run.fake, run.files = run.folder / "fake", s3.directory / "bucket" / name
         run.fake.mkdir()
         (run.fake / "aws").write_text(FAKE.format(folder=run.fake, aws=AWS, body=body))
         (run.fake / "aws").chmod(0o755)
-        run.start("--upload-attempts", "5" if name == "flaky" else "1",
-                  env=run.env | {"PATH": f"{run.fake}:{run.env['PATH']}"})
+        run.process = run.start("--upload-attempts", 5 if name == "flaky" else 1, PATH=f"{run.fake}:{run.env['PATH']}")
     for run in made.values():
-        run.code = run.processes[0].wait(180)
+        run.code = code(run.process)
         run.uploads = [line.split() for line in (run.fake / "calls").read_text().splitlines()]
     return made
 
@@ -824,13 +695,13 @@ def test_files_whose_objects_are_not_there_stay_in_staging(misled):
 # ---- staging that fills up
 
 @pytest.fixture
-def full(runs, place, s3, tmpfs):
+def full(new, place, s3, tmpfs):
     """Staging holds two of three batches, and uploads are slower than the computation."""
-    run = runs(out="s3://bucket/full", data=place.few, env=s3.environ())
-    run.stage, run.files, run.states = tmpfs("3m"), s3.directory / "bucket/full", set()
+    run = new(place.few, out="s3://bucket/full", env=s3.environ(), stage=tmpfs("3m"))
+    run.files, run.states = s3.directory / "bucket/full", set()
     process = run.start()
-    wait_for(lambda: run.states.add(run.progress().get("state")) or process.poll() is not None)
-    run.code = process.returncode
+    until(lambda: run.states.add(run.progress().get("state")) or process.exitcode is not None)
+    run.code = process.exitcode
     return run
 
 
@@ -839,10 +710,10 @@ def test_full_staging_is_waited_for(full, judge, place):
     assert full.progress()["waited_for_room_s"] > 0 and "waiting_for_room" in full.states
 
 
-def test_an_exclusion_left_by_a_killed_start_is_not_that_of_a_batch_computed_again(place, staging, tmp_path):
-    run = Run(tmp_path, place, staging(), data=place.few)
+def test_an_exclusion_left_by_a_killed_start_is_not_that_of_a_batch_computed_again(new, place):
+    run = new(place.few)
     assert run.run("--plan-only") == 0, run.log()
-    staged = run.stage / json.loads((run.work / "plan/plan.json").read_text())["fingerprint"]
+    staged = run.stage / run.fingerprint()
     staged.mkdir()
     (staged / "batch_000000.json").write_text('{"0":"bad numbers"}')
     assert run.run() == 0, run.log()
@@ -852,11 +723,11 @@ def test_an_exclusion_left_by_a_killed_start_is_not_that_of_a_batch_computed_aga
 # ---- the size of a forward, as warm-up finds it
 
 @pytest.fixture(scope="module")
-def automatic(runs, place):
-    run = runs(data=place.few)
+def automatic(new, place):
+    run = new(place.few)
     run.early, run.words = run.run("--forward-tokens", "auto"), run.log()
-    warmed = subprocess.run([sys.executable, ROOT / "warmup.py", *run.flags("--forward-tokens", "auto")],
-                            text=True, capture_output=True, env=run.env)
+    warmed = subprocess.run([sys.executable, ROOT / "warmup.py", *map(str, run.flags("--forward-tokens", "auto"))],
+                            text=True, capture_output=True)
     run.report = json.loads(warmed.stdout.splitlines()[-1])
     run.code = run.run("--forward-tokens", "auto")
     return run

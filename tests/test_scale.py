@@ -53,11 +53,7 @@ def test_the_manifest_for_kubernetes_gives_each_pod_its_shard(monkeypatch):
         assert (o.shard, o.num_shards, o.resume_from_output, o.shards_here) == (index, job["completions"], True, 1)
 
 
-def test_staging_must_hold_two_batches_of_the_shards_that_share_it(place, staging, tmp_path):
-    flags = ["--model", place.model, "--data", place.few, "--out", tmp_path / "out", "--work", tmp_path / "work", "--tokens",
-             "16384", "--num-shards", "9999", "--stage", staging(), "--shard", "9998"]
-    def log(*more):
-        return subprocess.run([sys.executable, ROOT / "extract.py", *map(str, flags), *more], capture_output=True, text=True)
-    refused = log()
-    assert refused.returncode == 2 and "--shards-here" in refused.stdout, refused.stdout
-    assert log("--shards-here", "4").returncode == 0
+def test_staging_must_hold_two_batches_of_the_shards_that_share_it(new, place):
+    run = new(place.few, args=["--tokens", 16384])
+    assert run.run(shard=9998, of=9999) == 2 and "--shards-here" in run.log(9998), run.log(9998)
+    assert run.run("--shards-here", 4, shard=9998, of=9999) == 0, run.log(9998)

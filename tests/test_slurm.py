@@ -12,13 +12,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from s3 import S3Server
+from shards import objects, until
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = [name for name in ("slurmctld", "slurmd", "munged", "sbatch") if not shutil.which(name)]
@@ -73,15 +73,6 @@ def free_ports(n):
     return ports
 
 
-def until(condition, seconds=120):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        time.sleep(0.2)
-    raise AssertionError(f"nothing after {seconds} s")
-
-
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
     """A Slurm that runs; gives the environment with which its commands reach it."""
@@ -101,7 +92,7 @@ def slurm(tmp_path_factory):
         for command in (["slurmctld", "-c"], ["slurmd", "-N", "node1"], ["slurmd", "-N", "node2"]):
             subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         until(lambda: subprocess.run(["sinfo", "-h", "-o", "%T %D"], env=env, capture_output=True,
-                                     text=True).stdout == "idle 2\n", 30)
+                                     text=True).stdout == "idle 2\n")
         yield env
     finally:
         subprocess.run(["scancel", "-f", "-u", "root"], env=env, stderr=subprocess.DEVNULL)
@@ -139,7 +130,7 @@ def under_way(run):
 
 
 @pytest.fixture(scope="module")
-def run(slurm, place, staging, tmp_path_factory):
+def run(slurm, place, new, staging, tmp_path_factory):
     """Three shards on two nodes: while they upload, slowly, one is requeued and the other node set down."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "python").write_text(PYTHON.format(folder=folder, python=sys.executable))
@@ -153,20 +144,17 @@ def run(slurm, place, staging, tmp_path_factory):
                      "ARGS=--compute-dtype fp32 --dtype fp32", "NODES=1", "GPUS=3"]
         run.submitted, run.again = make(run, "slurm"), make(run, "slurm")
         assert run.submitted.returncode == 0, run.submitted.stdout + run.submitted.stderr
-        until(lambda: under_way(run), 240)
+        until(lambda: under_way(run))
         run.tasks, run.running = squeue(env), status(run)
         run.requeued = next(int(name[2:]) for name, (_, node) in run.tasks.items() if node == "node1")
         run.moved = {int(name[2:]) for name, (_, node) in run.tasks.items() if node == "node2"}
         command = ["scontrol", "requeue", next(name for name in run.tasks if name.endswith(f"_{run.requeued}"))]
         subprocess.run(command, env=env, check=True)
         subprocess.run(["scontrol", "update", "nodename=node2", "state=down", "reason=test"], env=env, check=True)
-        until(lambda: "pending in Slurm" in (found := status(run))[0] and setattr(run, "waiting", found) is None, 60)
-        alone = subprocess.run(
-            [sys.executable, ROOT / "extract.py", "--model", place.model, "--data", place.chat, "--out", folder / "alone",
-             "--work", folder / "alone_work", "--stage", staging(), "--tokens", "1024", "--max-len", "300",
-             "--compute-dtype", "fp32", "--dtype", "fp32"], capture_output=True, text=True)
-        assert alone.returncode == 0, alone.stdout
-        until(lambda: not squeue(env), 240)
+        until(lambda: "pending in Slurm" in (found := status(run))[0] and setattr(run, "waiting", found) is None)
+        run.alone = new(place.chat)
+        assert run.alone.run() == 0, run.alone.log()
+        until(lambda: not squeue(env))
         run.starts = [line.split(" ") for line in (folder / "starts").read_text().splitlines()]
         run.log = lambda shard: (run.work / f"logs/shard_{shard}.log").read_text()
         yield run
@@ -185,9 +173,7 @@ def test_every_shard_ends_with_0(run):
 
 
 def test_the_objects_are_those_of_a_single_machine(run):
-    def objects(out):
-        return {f.name: f.read_bytes() for f in (out / "batches").iterdir()}
-    assert objects(run.out) == objects(run.folder / "alone") and len(objects(run.out)) == 11
+    assert objects(run.out) == objects(run.alone.out) and len(objects(run.out)) == 11
 
 
 def test_the_output_is_complete(run):

@@ -21,6 +21,7 @@ import tiny
 from prometheus_client.parser import text_string_to_metric_families
 
 from s3 import S3Server
+from shards import until
 from test_monitor import MONITOR, Run, run  # noqa: F401 (run is a fixture)
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,16 +29,6 @@ ARTIFACTS = ROOT / "tests" / "artifacts"
 CHROMIUM = shutil.which("chromium")
 needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no chromium: apt-get install chromium")
 TOKEN = "0123456789abcdef-token"
-
-
-def until(condition, seconds, what):
-    """Waits for a true answer, returns it; seconds bound a failure, not a speed."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if answer := condition():
-            return answer
-        time.sleep(0.2)
-    raise AssertionError(f"not within {seconds} s: {what}")
 
 
 def free_port():
@@ -59,11 +50,10 @@ class Page:
         self.process = subprocess.Popen(  # with Ctrl-C as a terminal has it, whatever started the tests
             self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-        until(self.answers, 60, "the page answers")
+        until(self.answers, self.process)
         return self
 
     def answers(self):
-        assert self.process.poll() is None, self.process.stdout.read()
         try:
             return self.get("/metrics")[0]
         except OSError:
@@ -106,7 +96,7 @@ def live(place, staging, tmp_path_factory):
                 processes.append(subprocess.Popen(
                     [*map(str, command)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder,
                     env=server.environ()))
-            until(lambda: (work / f"progress_shard_{shard}.json").exists(), 120, f"shard {shard} begins")
+            until(lambda: (work / f"progress_shard_{shard}.json").exists())
         yield None, work, processes
         for process in processes:
             process.kill()
@@ -156,7 +146,7 @@ def points(work):
 
 def test_history_is_cut_to_its_bound(live):
     _, work, _ = live
-    until(lambda: len((work / "metrics.jsonl").read_text().splitlines()) < 3000, 90, "history is thinned")
+    until(lambda: len((work / "metrics.jsonl").read_text().splitlines()) < 3000)
     assert len(points(work)) < 2000
 
 
@@ -170,7 +160,7 @@ def test_the_page_follows_the_run_without_a_reload(live, tab):
     page = tab()
     page.evaluate("window.mark = 1")
     before = page.inner_text(".shard.all")
-    until(lambda: page.inner_text(".shard.all > :nth-child(3)") != before.split("\n")[2], 300, "a batch shows")
+    until(lambda: page.inner_text(".shard.all > :nth-child(3)") != before.split("\n")[2])
     assert page.evaluate("window.mark") == 1
 
 
@@ -185,9 +175,9 @@ def test_every_address_is_the_pages_own(served, tab):
 @needs_chromium
 def test_there_is_a_curve_for_each_measure(live, tab):
     _, work, _ = live
-    until(lambda: sum("shards" in p for p in points(work)) >= 3, 60, "three points")
+    until(lambda: sum("shards" in p for p in points(work)) >= 3)
     page = tab()
-    until(lambda: page.locator(".charts canvas").count() >= 6, 90, "the curves")
+    until(lambda: page.locator(".charts canvas").count() >= 6)
     names = "Tokens/s|Where the shards' time goes, %|Staging filled, %|Uploads, MB/s|Upload queue, batches|CPU, %"
     assert page.locator(".charts .caption").all_inner_texts() == names.split("|")
 
@@ -215,7 +205,7 @@ def test_dark_and_light_follow_the_system(tab):
 def test_the_button_changes_light_to_dark(tab):
     page = tab(scheme="light")
     page.get_by_label("light or dark").click()
-    until(lambda: page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(13, 15, 19)", 60, "dark")
+    until(lambda: page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(13, 15, 19)")
 
 
 @needs_chromium
@@ -225,7 +215,7 @@ def test_markup_in_a_log_stays_text(live, tab):
     with open(work / "logs" / "shard_0.log", "a") as log:
         log.write(line + "\n")
     page = tab()
-    until(lambda: line in page.inner_text(".log .mono"), 60, "the line")
+    until(lambda: line in page.inner_text(".log .mono"))
     assert page.locator("img, b").count() == 0
 
 
@@ -243,7 +233,7 @@ def test_metrics_count_what_the_progress_files_count(live, served):
                  "uploaded_bytes_total": "uploaded_bytes", "pending_uploads": "pending_uploads"}
         return 0 < file["batch"] < file["total_batches"] and all(
             metric[f"extract_{name}", "1"] == file[key] for name, key in pairs.items())
-    until(same, 300, "the metrics equal the file's")
+    until(same)
 
 
 def test_uploaded_bytes_are_those_of_the_objects(live):
@@ -253,7 +243,7 @@ def test_uploaded_bytes_are_those_of_the_objects(live):
         progress = json.loads((work / "progress_shard_1.json").read_text())
         markers = [json.loads(marker.read_text()) for marker in work.glob("markers/.done_*")]
         return progress["uploaded_bytes"] == sum(m["bytes"] for m in markers if m["batch"] % 2 == 1) > 0
-    until(same, 300, "the sum over the markers")
+    until(same)
 
 
 @needs_chromium
@@ -273,7 +263,7 @@ def test_another_shard_goes_on_with_the_history(live):
     def taken_over():
         states = points(work)[-1]["shards"]["state"]
         return states[0] is None and states[1]
-    until(taken_over, 90, "a point that the other shard wrote")
+    until(taken_over)
 
 
 @needs_chromium
