@@ -298,8 +298,9 @@ train-demo: $(VENV)  ## train a tiny head on what make demo left: the loss falls
 	[ -f "$$out"/manifest.json ] || { echo "no run in $$out: make demo first"; exit 2; }
 	$(PY) tests/train_demo.py --out "$$out"
 
+# Three files at a time keep two cores busy, since many tests wait. With ARGS it is one process, as -x and --pdb want it.
 test: $(VENV)  ## the project's tests
-	@$(PY) -m pytest -q tests $(ARGS) || {
+	@$(PY) -m pytest -q tests $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder) || {
 	  code=$$?
 	  echo 'one of them alone: make test ARGS="-k NAME -x"'; exit $$code
 	}
