@@ -163,8 +163,8 @@ class Trouble:
                 time.sleep(1)
             run.codes = [*getattr(run, "codes", []), code(process, 60)]
             run.seconds = [*getattr(run, "seconds", []), round(time.monotonic() - began, 1)]
-            _, left = psutil.wait_procs(uploads, timeout=3)
-            run.left = [*getattr(run, "left", []), *left]
+            _, left = psutil.wait_procs(uploads, timeout=3)  # an ended one may lie about until process 1 looks at it
+            run.left = [*getattr(run, "left", []), *(p for p in left if p.status() != psutil.STATUS_ZOMBIE)]
             run.link.silent = False
         run.states = run.progress()["state"], run.progress()["exit_code"]
         run.code = run.run()
