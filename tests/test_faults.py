@@ -734,16 +734,16 @@ def test_a_temporary_file_that_goes_during_a_listing_is_passed_over(tmp_path):
 
 
 @pytest.mark.parametrize("point", [1, 2])
-def test_what_a_kill_leaves_at_the_top_of_out_is_removed_by_the_next_start(new, point):
-    run = new()
+def test_what_a_kill_leaves_at_the_top_of_out_is_removed_by_the_next_start(new, place, point):
+    run = new(place.few)
     assert run.run(EXTRACT_FAULT=f"uploading:{point}") == -signal.SIGKILL  # while it writes index, then manifest
     assert [f.name.split(".")[0] for f in run.out.glob("*.tmp")] == [["index"], ["manifest"]][point - 1]
     assert run.run() == 0, run.log()
     assert {f.name for f in run.out.iterdir()} == {"batches", "index.parquet", "manifest.json"}
 
 
-def test_temporary_files_in_out_of_somebody_else_or_in_use_stay(new):
-    run, gone = new(), subprocess.Popen(["true"])
+def test_temporary_files_in_out_of_somebody_else_or_in_use_stay(new, place):
+    run, gone = new(place.few), subprocess.Popen(["true"])
     gone.wait()
     run.out.mkdir()
     others = {"notes.1.tmp", f"notes.{gone.pid}.tmp", "index.parquet.tmp", f"manifest.json.{os.getpid()}.tmp",
