@@ -58,12 +58,16 @@ KNOBS := MODEL DATA OUT LAYERS TOKENS MAX_LEN - GPUS WORK STAGE UPLOADS UPLOAD_M
 # A name on the command line that is nearly a knob's is a slip, and a run with defaults is not what was asked for.
 SLIPS := $(foreach v,$(.VARIABLES),$(if $(filter command,$(origin $v)),$(filter-out $(KNOBS) WEB_TOKEN,$v)))
 $(foreach v,$(SLIPS),$(foreach near,$(shell python3 -c 'import difflib, sys; \
-  print(*difflib.get_close_matches(sys.argv[1].upper(), sys.argv[2:], 1))' '$v' $(filter-out -,$(KNOBS)) WEB_TOKEN), \
+  print(*difflib.get_close_matches(sys.argv[1].upper(), sys.argv[2:], 1, .75))' '$v' $(filter-out -,$(KNOBS))), \
   $(error $v= is no knob; the nearest is $(near). `make` alone lists them)))
 # Recipes put values between quotes, and programs take a leading dash for a flag. GPUS' default would ask the GPUs.
 bad = $(strip $(filter -%,$(firstword $1)) $(foreach c,' " ` $$,$(findstring $c,$1)))
-$(foreach k,$(filter-out - ARGS SBATCH $(if $(filter file,$(origin GPUS)),GPUS),$(KNOBS)),$(if $(call bad,$($k)), \
-  $(error $k=$($k), from the $(origin $k), is refused: no quotes, no dollar signs, no leading dash (a path: ./-x))))
+raw = $(if $(filter file,$(origin $1)),$($1),$(value $1))
+$(foreach k,$(filter-out - ARGS SBATCH $(if $(filter file,$(origin GPUS)),GPUS),$(KNOBS)),$(if $(call bad,$(call raw,$k)), \
+  $(error $k=$(call raw,$k), from the $(origin $k), is refused: no quotes, no dollar signs, no leading dash (a path: ./-x))))
+$(foreach k,WORK STAGE TO PY,$(if $(strip $($k)),,$(error $k= is empty)))
+# A line of local.mk may end in a blank or a comment, and begin with the home directory.
+$(foreach k,MODEL DATA OUT WORK STAGE TO,$(if $(filter file,$(origin $k)),$(eval $k := $(patsubst ~/%,$(HOME)/%,$(strip $($k))))))
 export WEB_TOKEN
 SHAPE = --model '$(MODEL)' --work '$(WORK)' --layers '$(LAYERS)' --tokens '$(TOKENS)' --max-len '$(MAX_LEN)'
 FLAGS = $(SHAPE) --data '$(DATA)' --out '$(OUT)' --stage '$(STAGE)' --uploads '$(UPLOADS)' \

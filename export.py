@@ -56,6 +56,9 @@ TORCH = {"F32": "float32", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "I32"
          "U8": "uint8"}  # safetensors' dtypes in a batch
 
 
+NOBODYS = "it holds batches, but no manifest.json that says of which run: use another OUT"
+
+
 class OutputError(Exception):
     """Reading or writing failed, in the server's or system's words; `permanent`: another try cannot help."""
     PERMANENT = re.compile("NoSuchBucket|InvalidAccessKeyId|SignatureDoesNotMatch|AccessDenied|ExpiredToken|"
@@ -164,10 +167,15 @@ class Local:
         except OSError as e:
             raise OutputError(f"{self}/{key}: {e.strerror}") from None
 
-    def prove(self):
-        """Makes a file without a name in OUT, or in what there is of its path. Raises OutputError."""
+    def prove(self, manifest):
+        """Raises OutputError where batches are of nobody knows which run, or a run to be gone on with could
+        leave no file: one without a name is made in OUT, or in what there is of its path."""
+        if not manifest and self.sizes("batches/"):
+            raise OutputError(NOBODYS)
         there = self.root
         try:
+            if manifest.get("complete"):
+                return
             there = next(path for path in (there, *there.parents) if path.exists())
             tempfile.TemporaryFile(dir=there).close()
         except OSError as e:
@@ -282,8 +290,10 @@ class S3(Local):
             out.seek(0)
             return out.read()
 
-    def prove(self):
-        """Nothing: reading has shown bucket and credentials; a try at writing would leave a trace."""
+    def prove(self, manifest):
+        """Reading has shown bucket and credentials; a try at writing would leave a trace."""
+        if not manifest and self.sizes("batches/"):
+            raise OutputError(NOBODYS)
 
     def api(self, command, *args, deadline=120.0):
         return self.aws("s3api", command, "--bucket", self.bucket, *args, deadline=deadline)

@@ -465,7 +465,7 @@ def get_plan(o, work, path, output):
     with open(directory / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it however this process ends
         there = output.read_json("manifest.json")
-        output.prove() if not there.get("complete") else None
+        output.prove(there)
         old = read_json(directory / "plan.json") or {}
         sizes = {f: warmup.size_of(directory / f) for f in PLAN_FILES}
         old, begun = old if old.get("whole") and old["files"] == sizes else {}, bool(marked(work))

@@ -189,11 +189,14 @@ class Progress(threading.Thread):
         """The batches of this shard are known: plan is extract.Plan, mine their numbers."""
         share = len(range(self.now["shard"], plan.counts["skipped"], self.now["num_shards"]))
         self.plan, self.uploads, self.left = plan, uploads, int(plan.batch_tokens[list(mine)].sum())
+        self.began = time.time()  # of rates: what earlier starts left is uploaded from here on
         self.set(total=sum(len(plan.rows(b)) for b in mine) + share, skipped=share, total_batches=len(mine),
                  skipped_by_reason=plan.counts["skipped_by_reason"])
 
     def running(self):
-        self.began = time.time()
+        with self.lock:  # and what is computed from here on
+            self.began = time.time()
+            self.events.clear()
         self.set(state="running")
 
     def marked(self, batch, excluded, earlier=False):
@@ -599,7 +602,7 @@ def judged(status, points):
                + "mend the cause, then " * bool(wrong)
                + f"the same make {'slurm' if status.get('slurm') else 'extract'} goes on")
     halted = each["stopped"] or status["state"] == "stopped"
-    worry = "much" if wrong else "some" if halted or name == "upload" else "none"
+    worry = "much" if wrong else "some" if halted or running and name == "upload" else "none"
     return status | {"time_spent": spent, "bottleneck": name if running else None, "worry": worry,
                      "summary": how[0].upper() + how[1:]}
 

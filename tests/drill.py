@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -66,14 +67,15 @@ def children(process, name):
 def compare(bucket, plain):
     """(samples lost, samples doubled, objects wrong) of an output, against an undisturbed one's bytes."""
     seen, wrong = Counter(), 0
+    objects = [f for f in (bucket / "batches").iterdir() if not f.name.startswith(".rclone")]  # of a killed server
     for file in sorted((plain / "batches").iterdir()):
         there = bucket / "batches" / file.name
         wrong += not there.is_file() or there.read_bytes() != file.read_bytes()
-    for file in (bucket / "batches").iterdir():
+    for file in objects:
         with safe_open(file, "np") as f:
             seen.update(f.get_tensor("sample_index").tolist())
     rows = pq.read_table(plain / "index.parquet")["row"].to_pylist()
-    wrong += len(set(os.listdir(bucket / "batches")) ^ set(os.listdir(plain / "batches")))
+    wrong += len({f.name for f in objects} ^ set(os.listdir(plain / "batches")))
     wrong += json.loads((bucket / "manifest.json").read_text())["complete"] is not True
     return len(set(rows) - seen.keys()), sum(n - 1 for n in seen.values()), wrong
 
@@ -89,11 +91,12 @@ def drill(folder, seed, kills):
     def start(shard, of, out, work, env, **more):
         flags = ["--model", folder / "model", "--data", folder / "chat.jsonl", "--out", out, "--work", work,
                  "--stage", stage, "--shard", shard, "--num-shards", of, "--tokens", 1024, "--max-len", 300,
-                 "--compute-dtype", "fp32", "--dtype", "fp32"]
+                 "--compute-dtype", "fp32", "--dtype", "fp32",
+                 "--upload-mbps", 0 if killed["at random"] >= kills else 0.3]  # it must outlive all those kills
         return shards.start(flags, f"{work}_{shard}.log", env, **more)
 
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="drill-") as stage, \
-            S3Server(folder / "s3") as server:
+            ExitStack() as after, S3Server(folder / "s3") as server:
         server.make_bucket("bucket")
         say("an undisturbed run into a directory")
         plain = start(0, 1, folder / "plain", folder / "plain-work", None)
@@ -105,12 +108,15 @@ def drill(folder, seed, kills):
 
         def state(shard):
             return (read_json(work / f"progress_shard_{shard}.json") or {}).get("state", "planning")
+        # into a small staging area batches go as slowly as uploads make room, so that kills meet all of their steps
+        if not subprocess.run(["mount", "-t", "tmpfs", "-o", "size=14m", "tmpfs", stage]).returncode:
+            after.callback(subprocess.run, ["umount", "-l", stage])
         say(f"two shards into {server.env['AWS_ENDPOINT_URL']}, to be killed {kills} times at random, "
             f"once at each of {', '.join(POINTS)}")
         while len(done) < SHARDS:
             enough = killed["at random"] >= kills
             for shard in set(range(SHARDS)) - running.keys() - done:
-                point = points[0] if points and rng.random() < 0.3 or enough and points else None
+                point = points.pop(0) if points else None
                 times = rng.randint(5, 30) if point == "uploading" else rng.randint(1, 3)
                 fault = {"EXTRACT_FAULT": f"{point}:{times}"}
                 process = start(shard, SHARDS, "s3://bucket/run", work, server.environ(), **fault if point else {})
@@ -139,12 +145,11 @@ def drill(folder, seed, kills):
                     process.join()
                     killed["at random"] += 1
                 elif process.exitcode == -9:
-                    killed[point] += 1
-                    if point in points:
-                        points.remove(point)
+                    killed[point], point = killed[point] + 1, None
                 elif process.exitcode is None:
                     continue
                 del running[shard]
+                points += [point] if point else []  # it was not met
                 if process.exitcode == 0:
                     done.add(shard)
                 if broken := broken_promises(work, bucket):

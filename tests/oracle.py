@@ -237,7 +237,7 @@ def fetch(url, samples, seed, folder, partial):
             if "404" not in str(error):
                 raise
             raise FileNotFoundError(f"no object {output}/{key}") from None
-    for key in ("manifest.json", "index.parquet"):
+    for key in ("manifest.json", "index.parquet", *output.sizes("excluded/")):
         get(key)
     manifest = json.loads((folder / "manifest.json").read_text())
     partial, there = partial or not manifest.get("complete", True), output.sizes("batches/")
@@ -294,6 +294,8 @@ def check(out, model, samples=None, seed=0, dtype="fp32", tolerance=None, data=N
         tokenizer = AutoTokenizer.from_pretrained(path) if data else None
 
     excluded = {int(e["row"] if isinstance(e, dict) else e) for e in manifest.get("excluded", [])}
+    for note in out.glob("excluded/batch_*.json"):  # the manifest has them once it is complete
+        excluded |= {int(row) for row in json.loads(note.read_text())}
     partial = partial or not manifest.get("complete", True)  # a run that goes on
     sound, problems = check_files(out, manifest, rows, excluded, partial)
     drawn = [row for row in sound if row["row"] not in excluded]

@@ -686,6 +686,34 @@ def test_a_marker_made_from_out_knows_what_was_passed_over(passed_over):
     assert json.loads((passed_over.out / "manifest.json").read_text())["excluded"] == {"2": "bad numbers"}
 
 
+def test_verify_knows_what_was_passed_over_before_a_run_is_complete(passed_over, tmp_path):
+    shutil.copytree(passed_over.out, tmp_path / "out")
+    (tmp_path / "out/manifest.json").write_text(json.dumps(passed_over.manifest | {"complete": False, "excluded": {}}))
+    judged = subprocess.run([sys.executable, ROOT / "tests/oracle.py", "--out", tmp_path / "out", "--model",
+                             passed_over.model, "--samples", "all"], capture_output=True, text=True)
+    assert judged.returncode == 0, judged.stdout
+
+
+# ---- batches of which nobody knows the run
+
+@pytest.mark.parametrize("args", [[], ["--plan-only"], ["--resume-from-output"]])
+def test_batches_without_a_manifest_are_refused_and_left_alone(new, place, args):
+    run = new(place.few)
+    theirs = run.out / "batches/batch_000000.safetensors"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("precious")
+    assert run.run(*args) == 2 and "no manifest.json that says of which run" in run.log()
+    assert theirs.read_text() == "precious" and [f.name for f in run.out.iterdir()] == ["batches"]
+
+
+def test_batches_in_s3_without_a_manifest_are_refused(new, place, s3):
+    theirs = s3.directory / "bucket/nobodys/batches/batch_000000.safetensors"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("precious")
+    run = new(place.few, out="s3://bucket/nobodys", env=s3.environ())
+    assert run.run("--resume-from-output") == 2 and "no manifest.json that says of which run" in run.log()
+
+
 # ---- nothing of the data is a name or a command
 
 def test_names_and_texts_of_the_data_are_never_run(new, place, tmp_path):

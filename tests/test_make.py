@@ -136,11 +136,19 @@ def test_a_mistyped_knob_is_refused_with_the_nearest_name(target):
         assert p.returncode == 2 and f"the nearest is {meant}." in p.stderr and slip.split("=")[0] in p.stderr
 
 
-@pytest.mark.parametrize("value", ["WORK=it's", 'OUT=s3://b/"x"', "MODEL=-x", "DATA=`id`", "STAGE=a$$b", "GPUS=1'"])
+@pytest.mark.parametrize("value", ["WORK=it's", 'OUT=s3://b/"x"', "MODEL=-x", "DATA=`id`", "STAGE=a$b", "OUT=$(HOME)/x",
+                                   "GPUS=1'"])
 def test_a_value_that_a_shell_would_read_otherwise_is_refused(value):
     for target in ("help", "plan", "status"):
         p = make(target, value)
-        assert p.returncode == 2 and f"{value.replace('$$', '$')}, from the command line, is refused" in p.stderr
+        assert p.returncode == 2 and f"{value}, from the command line, is refused" in p.stderr
+
+
+@pytest.mark.parametrize("knob", ["WORK", "STAGE", "TO"])
+def test_a_directory_without_a_name_is_refused(knob):
+    for target in ("status", "extract"):
+        p = make(target, f"{knob}=")
+        assert p.returncode == 2 and f"{knob}= is empty" in p.stderr
 
 
 def test_a_value_of_the_environment_that_a_shell_would_read_otherwise_is_refused():
@@ -154,7 +162,8 @@ def test_values_with_spaces_and_flags_with_quotes_are_taken(tmp_path):
 
 
 def test_variables_of_the_environment_and_of_other_programs_are_not_refused():
-    other = ["WEB_TOKEN=0123456789abcdef", "CUDA_VISIBLE_DEVICES=", "AWS_PROFILE=x", "HF_HOME=/tmp"]
+    other = ["WEB_TOKEN=0123456789abcdef", "CUDA_VISIBLE_DEVICES=", "AWS_PROFILE=x", "HF_HOME=/tmp", "HF_TOKEN=x",
+             f"PATH={os.environ['PATH']}"]
     assert make("help", *other, env={**os.environ, "GPU": "4", "MODLE": "x"}).returncode == 0
 
 
@@ -163,6 +172,13 @@ def test_variables_of_local_mk_are_not_refused(tmp_path):
     (tmp_path / "local.mk").write_text("BUCKET = b\nOUT = s3://$(BUCKET)/run\n")
     p = subprocess.run(["make", "help"], cwd=tmp_path, capture_output=True, text=True)
     assert p.returncode == 0 and "s3://b/run" in p.stdout, p.stderr
+
+
+def test_a_comment_after_a_value_of_local_mk_and_the_home_directory_are_read_as_meant(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "local.mk").write_text("WORK = ~/run one  # not the big one\nMODEL = m\nDATA = d\nOUT = o\n")
+    p = subprocess.run(["make", "-n", "plan", "PY=python"], cwd=tmp_path, capture_output=True, text=True)
+    assert f"--work '{Path.home()}/run one' " in p.stdout, p.stderr
 
 
 def test_extract_names_each_exit_code(finished):
