@@ -13,6 +13,7 @@ import termios
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import monitor
@@ -614,3 +615,49 @@ def test_cpu_use_is_that_of_all_cores():
         for process in busy:
             process.kill()
             process.wait()
+
+
+# ---- rates as a shard counts them
+
+class Plan:
+    """As much of a plan as Progress asks: ten batches of 5 samples, 100 tokens and 1,000 bytes."""
+
+    counts = {"skipped": 0, "skipped_by_reason": {}}
+    batch_tokens = np.full(10, 100)
+
+    def rows(self, batch):
+        return range(5)
+
+    def layout(self, batch):
+        return {}, [], 1000
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only the test moves: clock[0] is the time."""
+    now = [1_000_000.0]
+    monkeypatch.setattr(monitor.time, "time", lambda: now[0])
+    return now
+
+
+def test_what_earlier_starts_left_is_uploaded_at_its_own_rate(tmp_path, clock):
+    shard = monitor.Progress(tmp_path, 0, 1, tmp_path)
+    shard.planned(Plan(), range(10), None)
+    for batch in range(3):
+        clock[0] += 10
+        shard.marked(batch, 0)
+    shard.set()
+    assert shard.now["rate_per_sec"] == 0.5 and shard.now["upload_bytes_per_sec"] == 100
+
+
+def test_what_was_uploaded_while_a_model_was_loaded_is_not_in_the_rate_of_computing(tmp_path, clock):
+    shard = monitor.Progress(tmp_path, 0, 1, tmp_path)
+    shard.planned(Plan(), range(10), None)
+    for batch in range(5):
+        shard.marked(batch, 0)
+    clock[0] += 20
+    shard.running()
+    clock[0] += 10
+    shard.marked(5, 0)
+    shard.set()
+    assert shard.now["rate_per_sec"] == 0.5
