@@ -56,9 +56,6 @@ TORCH = {"F32": "float32", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "I32"
          "U8": "uint8"}  # safetensors' dtypes in a batch
 
 
-NOBODYS = "it holds batches, but no manifest.json that says of which run: use another OUT"
-
-
 class OutputError(Exception):
     """Reading or writing failed, in the server's or system's words; `permanent`: another try cannot help."""
     PERMANENT = re.compile("NoSuchBucket|InvalidAccessKeyId|SignatureDoesNotMatch|AccessDenied|ExpiredToken|"
@@ -168,14 +165,17 @@ class Local:
             raise OutputError(f"{self}/{key}: {e.strerror}") from None
 
     def prove(self, manifest):
-        """Raises OutputError where batches are of nobody knows which run, or a run to be gone on with could
-        leave no file: one without a name is made in OUT, or in what there is of its path."""
+        """Raises OutputError where nobody knows of which run batches are, or a run could leave no file."""
         if not manifest and self.sizes("batches/"):
-            raise OutputError(NOBODYS)
+            raise OutputError("it holds batches, but no manifest.json that says of which run: "
+                              "use another OUT")
+        if not manifest.get("complete"):
+            self.try_out()
+
+    def try_out(self):
+        """Makes a file without a name in OUT, or in what there is of its path. Raises OutputError."""
         there = self.root
         try:
-            if manifest.get("complete"):
-                return
             there = next(path for path in (there, *there.parents) if path.exists())
             tempfile.TemporaryFile(dir=there).close()
         except OSError as e:
@@ -290,10 +290,8 @@ class S3(Local):
             out.seek(0)
             return out.read()
 
-    def prove(self, manifest):
-        """Reading has shown bucket and credentials; a try at writing would leave a trace."""
-        if not manifest and self.sizes("batches/"):
-            raise OutputError(NOBODYS)
+    def try_out(self):
+        """Nothing: reading has shown bucket and credentials; a try at writing would leave a trace."""
 
     def api(self, command, *args, deadline=120.0):
         return self.aws("s3api", command, "--bucket", self.bucket, *args, deadline=deadline)

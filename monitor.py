@@ -383,10 +383,10 @@ def count_shards(work):
     return newest[1] or highest
 
 
-def planned_counts(work):
-    """What the plan says of the whole run under `counts`, {} where there is none."""
-    counts = (read_json(work / "plan" / "plan.json") or {}).get("counts")
-    return counts if isinstance(counts, dict) else {}
+def read_plan(work):
+    """plan.json with its `counts`; {} for either where there is none."""
+    plan = read_json(work / "plan" / "plan.json") or {}
+    return plan | {"counts": plan["counts"] if isinstance(plan.get("counts"), dict) else {}}
 
 
 def totals(shards, counts):
@@ -414,13 +414,13 @@ def read_run(work, stage, num_shards=None, jobs=None):
     conditions = {s["condition"] for s in shards}
     state = ("done" if conditions == {"done"} else "running" if conditions & set(LIVE) else
              "failed" if conditions & set(BROKEN) else "stopped")
-    plan, counts = read_json(work / "plan" / "plan.json") or {}, planned_counts(work)
-    reasons = counts.get("skipped_by_reason")
+    plan = read_plan(work)
+    reasons = plan["counts"].get("skipped_by_reason")
     reasons = reasons.items() if isinstance(reasons, dict) else ()
     return {"work": str(work), "fingerprint": clean(plan.get("fingerprint")) or None, "state": state,
             "out": clean(plan.get("out")) or None, "num_shards": len(shards),
             "skipped_by_reason": {clean(why): n for why, n in reasons if number(n)},
-            **totals(shards, counts), "shards": shards, "box": read_box(stage),
+            **totals(shards, plan["counts"]), "shards": shards, "box": read_box(stage),
             "slurm": words if planned else None}
 
 
@@ -1110,7 +1110,7 @@ def follow(args, work, console, live):
                     told[s["shard"]] = s["state"], s["condition"]
                     print(clock, f"shard {s['shard']}: {s['message'] or doing(s)}", flush=True)
             if over or now - last_line >= FOLLOW_LINE_S:
-                last_line, t = now, totals(shards, planned_counts(work))
+                last_line, t = now, totals(shards, read_plan(work)["counts"])
                 failed = f", {t['failed_uploads']:,} failed" if t["failed_uploads"] else ""
                 speed = () if over else (
                     f"{t['rate_per_sec']:,.1f} samples/s", f"{t['tokens_per_sec']:,.0f} tokens/s",

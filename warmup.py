@@ -543,7 +543,6 @@ def tune(decoder, tokens, longest):
 
     fla = run(rule_by_fla, few := -(-tokens // longest))
     try:
-        import flash_qla  # noqa: F401
         PACKED.flash_qla = few <= tokens // LONG
         for sequences in range(few, tokens // LONG + 1):
             states = run(rule_by_flash_qla, sequences)

@@ -7,7 +7,8 @@
 --gpu measures, in one process, the same random model and the same lengths (16 to 4,096 tokens, log-uniform):
 the matrix products of its layers alone, ours forward only, ours as the pipeline that a shard runs (forward,
 concatenation, copy, file in /dev/shm), eager transformers with FLA on padded length-sorted batches, one sample at a
-time with output_hidden_states, and by sample (545 samples of 60 tokens, a copy for each sample and layer, a file each); then peak memory, compilations after the first batch, and the error against an fp32 reference; before that,
+time with output_hidden_states, and by sample (545 samples of 60 tokens, a copy for each sample and layer, a file
+each); then peak memory, compilations after the first batch, and the error against an fp32 reference; before that,
 the first batch of a process with empty and of one with warm caches. Speeds count real tokens. The last line is one JSON object. tests/BENCH.md keeps what came out, with machine and date.
 """
 

@@ -66,7 +66,8 @@ def test_flash_qla_is_not_used_where_it_differs_from_fla(tuned, capfd):
 
 
 def test_fla_does_it_all_without_flash_qla(tuned, monkeypatch, capfd):
-    monkeypatch.setitem(sys.modules, "flash_qla", None)
+    for name in ("flash_qla", "flash_qla.utils", "flash_qla.utils.index"):
+        monkeypatch.setitem(sys.modules, name, None)
     tuned()
     assert not warmup.PACKED.flash_qla and "without FlashQLA" in capfd.readouterr().out
 
