@@ -462,7 +462,7 @@ def end_to_end(a):
         "GPUS": a.gpus,
     }
     make = ["make", "--no-print-directory", *(f"{k}={v}" for k, v in knobs.items())]
-    for name in [name for name in os.environ if name.startswith(("MAKE", "MFLAGS"))]:
+    for name in [name for name in os.environ if name.startswith(("MAKE", "MFLAGS", "ARGS"))]:
         del os.environ[name]  # the ARGS of a make above would be theirs, too
     began = time.time()
     subprocess.run([*make, "warmup"], cwd=root, check=True)
@@ -476,24 +476,26 @@ def end_to_end(a):
                 first = time.time() - warmed
             if now.get("state") == "running" and now.get("batch", 0) > 3 and now["gpu_busy"]:
                 busy.append((shard, now["gpu_busy"], now["tokens_per_sec"]))
-    verify = [sys.executable, root / "tests" / "oracle.py", "--out", place / "out", "--model", place / "model"]
-    verdict = subprocess.run(
-        [*verify, "--samples", "all", "--dtype", "bf16", "--device", "cuda"], text=True, capture_output=True
-    )
-    print(verdict.stdout[-600:], verdict.stderr[-600:])
-    report = extract.read_json(place / "work" / "warmup.json")
-    shutil.rmtree(place)
-    return {
+    result = {
         "gpu": torch.cuda.get_device_name(),
         "gpus": a.gpus,
         "layers": 8,
         "batches": a.batches,
         "exit_code": run.returncode,
         "warmup_s": round(warmed - began, 1),
-        "second_process": report["second_process"],
+        "second_process": extract.read_json(place / "work" / "warmup.json")["second_process"],
         "start_to_first_marked_batch_s": round(first, 1) if first else None,
         "gpu_busy": [max((b for s, b, _ in busy if s == shard), default=None) for shard in range(a.gpus)],
         "busy_and_tokens_per_s": [seen[1:] for seen in busy[:: max(1, len(busy) // 12)]],
+    }
+    print(json.dumps(result), flush=True)  # the check takes the longest
+    verify = [sys.executable, root / "tests" / "oracle.py", "--out", place / "out", "--model", place / "model"]
+    verdict = subprocess.run(
+        [*verify, "--samples", "all", "--dtype", "bf16", "--device", "cuda"], text=True, capture_output=True
+    )
+    print(verdict.stdout[-600:], verdict.stderr[-600:])
+    shutil.rmtree(place)
+    return result | {
         "every_sample_equals_solo": verdict.returncode == 0,
         "verdict": (verdict.stdout.splitlines() or [""])[-1],
     }

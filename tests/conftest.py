@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-for name in [name for name in os.environ if name.startswith(("AWS_", "SLURM_", "CUDA_VISIBLE", "MAKE", "MFLAGS"))]:
+OTHERS = "AWS_", "SLURM_", "CUDA_VISIBLE", "MAKE", "MFLAGS", "ARGS"  # a shell's, and a make's around the tests
+for name in [name for name in os.environ if name.startswith(OTHERS)]:
     del os.environ[name]
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
                "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "AWS_ENDPOINT_URL": "http://127.0.0.1:9",

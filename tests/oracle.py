@@ -25,6 +25,7 @@ import psutil
 import pyarrow.parquet as pq
 import torch
 from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
 
 os.environ["FLA_FLASH_QLA"] = "0"  # on a GPU, FLA's own kernels: those under test may be FlashQLA's
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -69,7 +70,7 @@ def load_model(path, dtype=torch.float32, device="cpu"):
 
 @torch.no_grad()
 def solo_states(model, input_ids, layers, final=False):
-    """States of one sequence run alone, in fp32 on the CPU: [T, K*H], and [T, H] with `final`, else None.
+    """States of one sequence run alone, in fp32 where the model is: [T, K*H], and [T, H] with `final`, else None.
 
     input_ids: [T] integers. layers: 0-based; L means the output of decoder layer L, `hidden_states[L + 1]`.
     The second value is the last layer's output before the final norm, which `hidden_states[-1]` has been
@@ -84,8 +85,8 @@ def solo_states(model, input_ids, layers, final=False):
         handle.remove()
     if len(states) != len(decoder) + 1:
         raise RuntimeError(f"{len(states)} hidden states out of {len(decoder)} layers, expected one more")
-    states = [state[0].float().cpu() for state in [*states[1:-1], last[0]]]
-    return torch.cat([states[layer] for layer in layers], dim=-1), states[-1] if final else None
+    states = [*states[1:-1], last[0]]
+    return torch.cat([states[layer][0].float() for layer in layers], dim=-1), last[0][0].float() if final else None
 
 
 def relative_errors(stored, true, parts):
@@ -303,13 +304,13 @@ def check(out, model, samples=None, seed=0, dtype="fp32", tolerance=None, data=N
         drawn = [drawn[i] for i in sorted(random.Random(seed).sample(range(len(drawn)), samples))]
     names = [f"layer {layer}" for layer in layers] + ["final"] * final
     errors, worst, cut = {name: [] for name in names}, [], set()
-    for row in drawn:
+    for row in tqdm(drawn, "compare", unit=" samples", disable=None):
         begin, end = row["start"], row["start"] + row["length"]
         with safe_open(out / f"batches/batch_{row['batch']:06d}.safetensors", "pt") as file:
             ids, mask = (file.get_slice(key)[begin:end].tolist() for key in ("input_ids", "loss_mask"))
             stored = stored_states(file, begin, end, len(layers))
         true = torch.cat([s for s in solo_states(model, ids, layers, final) if s is not None], dim=1)
-        for name, error in zip(names, relative_errors(stored, true, len(names)), strict=True):
+        for name, error in zip(names, relative_errors(stored.to(true.device), true, len(names)), strict=True):
             errors[name].append(error)
             if error > tolerance:
                 worst.append((error, name, row["row"], row["id"]))
