@@ -338,15 +338,16 @@ class S3(Local):
 
 # -------------------------------------------------------------------------------------------------- samples
 class Batch:
-    """A batch file, memory-mapped. Raises OutputError for one that is torn or of another run."""
+    """A batch file, memory-mapped. Raises OutputError for one that is torn, or not this batch of this run."""
 
-    def __init__(self, path, fingerprint):
+    def __init__(self, path, fingerprint, number):
         try:
             with open(path, "rb") as f:
                 self.map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
             begin = 8 + int.from_bytes(self.map[:8], "little")
             header = json.loads(self.map[8:begin])
-            of = json.loads(header.pop("__metadata__")["meta"])["fingerprint"]
+            meta = json.loads(header.pop("__metadata__")["meta"])
+            of, is_number = meta["fingerprint"], meta["batch"]
             self.tensors = {name: (TORCH[x["dtype"]], x["shape"], begin + x["data_offsets"][0])
                             for name, x in header.items()}
             size = begin + max(x["data_offsets"][1] for x in header.values())
@@ -354,6 +355,8 @@ class Batch:
             raise OutputError(f"{path} is no whole batch file of ours ({e})") from None
         if of != fingerprint:
             raise OutputError(f"{path} is of the run {of}, the manifest of {fingerprint}: two runs are mixed")
+        if is_number != number:
+            raise OutputError(f"{path} holds batch {is_number}: it was renamed or copied; fetch it again")
         if size != len(self.map):
             raise OutputError(f"{path} has {len(self.map):,} bytes instead of {size:,}: fetch it again")
 
@@ -414,7 +417,7 @@ class Samples:
         self.lengths = self.places[2]
 
     def batch(self, number):
-        return open_batch(self.root / KEY.format(number), self.manifest["fingerprint"])
+        return open_batch(self.root / KEY.format(number), self.manifest["fingerprint"], number)
 
     def __len__(self):
         return len(self.lengths)
@@ -594,7 +597,7 @@ class Export:
     def open(self, batch):
         """(Batch, its samples to be exported as (row, start, length), {row: why it is left out})"""
         with self.local(KEY.format(batch)) as path:  # what is mapped stays readable
-            opened, kept, out = Batch(path, self.manifest["fingerprint"]), [], {}
+            opened, kept, out = Batch(path, self.manifest["fingerprint"], batch), [], {}
         for row, start, length in self.index[batch]:
             mask = opened.rows("loss_mask", start, length)
             if str(row) in self.manifest["excluded"] or opened.excluded(start, length):

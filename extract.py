@@ -107,9 +107,9 @@ def check_options(o):
         if not str(o.forward_tokens).isdecimal() or 0 < int(o.forward_tokens) < o.max_len:
             raise Refused(f"--forward-tokens {o.forward_tokens}: give --max-len {o.max_len} or more, or auto")
         o.forward_tokens = int(o.forward_tokens)
-    try:
-        assert isinstance(json.loads(o.template_args), dict)
-    except (ValueError, AssertionError):
+    try:  # as the fingerprint has it, whatever its spaces and order
+        o.template_args = compact(dict(json.loads(o.template_args).items()))
+    except (ValueError, AttributeError):
         raise Refused(f"--template-args {o.template_args} is no JSON object like "
                       '{"enable_thinking": false}') from None
 
@@ -272,7 +272,9 @@ class Encoder:
         """bytes or dict -> (id or None, ids int32 [n], mask uint8 [n], lost turns); or Skip(reason, …, id)"""
         name, o = None, self.o
         try:
-            record = dict(json.loads(line)) if isinstance(line, bytes) else without_nulls(line)
+            record = json.loads(line) if isinstance(line, bytes) else without_nulls(line)
+            if not isinstance(record, dict):
+                raise Skip("unreadable", f"no JSON object: {str(record)[:40]}")
             names = [record.get(key) for key in ("id", "conversation_id", "uuid")]
             name = next((str(n) for n in names if n is not None), None)
             (name or "").encode()  # an id with a lone surrogate fits into no index
@@ -302,7 +304,7 @@ def start_encoder(*args):
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 def encode_part(where, first, row, part):
-    """A part from read_parts -> [(row, name, ids and mask as bytes, lost turns)], [what was skipped]"""
+    """A part of the data -> [(row, name, ids and mask as bytes, lost turns)], [what was skipped]"""
     good, bad = [], []
     for row, line in enumerate(part, row):
         if not isinstance(line, bytes) or (line := line.removeprefix(b"\xef\xbb\xbf")).strip():
@@ -318,22 +320,6 @@ def encode_part(where, first, row, part):
 SAMPLE = np.dtype([("row", "i8"), ("offset", "i8"), ("length", "i4"), ("supervised", "i4"), ("batch", "i4"),
                    ("start", "i4")])  # offset: first token in tokens.bin; start: first token in the batch
 PLAN_FILES = "samples.npy", "tokens.bin", "loss_mask.bin"
-
-def read_parts(files, base):
-    """({"file": …} in a directory, its first row, the part's first row, [line as bytes, or row as dict]).
-
-    A part has about 1 MB or 256 rows. Rows count all lines of all files from 0. Raises Refused."""
-    row = 0
-    for file in files:
-        first, where = row, {"file": str(file.relative_to(base))} if file != base else {}
-        try:
-            with open(file, "rb") as f:
-                lines = file.suffix not in (".parquet", ".arrow") and iter(partial(f.readlines, 1 << 20), [])
-                for part in lines or warmup.table_rows(f, file.suffix == ".parquet"):
-                    yield where, first, row, part
-                    row += len(part)
-        except (pa.ArrowException, OSError) as e:
-            raise Refused(f"{file} cannot be read after {row - first} rows: {first_line(e)}") from None
 
 def pack(lengths, capacity, window=8):
     """First-fit over a bounded window of open batches, in the order given: lengths -> batches, int32 [n]."""
@@ -398,7 +384,7 @@ def tokenize(o, path, vocab_size, files, directory):
     """The data -> tokens.bin, loss_mask.bin, skipped.jsonl; returns (SAMPLE [n], ids, counts)."""
     from tqdm import tqdm
     samples, names, skipped, lost, offset, pending = [], [], Counter(), 0, 0, deque()
-    workers, parts = o.plan_workers or min(8, os.cpu_count()), read_parts(files, Path(o.data))
+    workers, parts = o.plan_workers or min(8, os.cpu_count()), warmup.read_parts(files, Path(o.data))
     start_encoder(o, path, vocab_size)
     pool, context = None, multiprocessing.get_context("spawn")
     if workers > 1 and sum(f.stat().st_size for f in files) > 8 << 20:  # less is done before they start
@@ -446,12 +432,12 @@ def make_plan(o, path, vocab_size, files, directory, known):
         "samples": len(samples), "tokens": int(samples["length"].sum(dtype="i8")),
         "supervised": int(samples["supervised"].sum(dtype="i8")), "batches": int(samples["batch"][-1]) + 1}
     known["files"] = {f: warmup.size_of(directory / f) for f in PLAN_FILES}
-    for whole in (False, True):  # the second time with sizes, which come from the first
-        write_atomic(directory / "plan.json", json.dumps(known | {"whole": whole}, indent=1))
-        plan = Plan(directory)
-        sizes = [plan.layout(b)[2] for b in range(plan.counts["batches"])] if not whole else []
-        known["counts"] |= {"bytes": sum(sizes), "largest": max(sizes)} if sizes else {}
-    return plan
+    write_atomic(directory / "plan.json", json.dumps(known))  # without `whole`, for the sizes below
+    draft = Plan(directory)
+    sizes = [draft.layout(b)[2] for b in range(draft.counts["batches"])]
+    known["counts"] |= {"bytes": sum(sizes), "largest": max(sizes)}
+    write_atomic(directory / "plan.json", json.dumps(known | {"whole": True}, indent=1))
+    return Plan(directory)
 
 def get_plan(o, work, path, output):
     """The plan of WORK, made by the shard that comes first. Raises Refused where WORK or OUT hold another."""
@@ -490,13 +476,17 @@ def get_plan(o, work, path, output):
             raise Refused(f"a shard of WORK {work} runs with this or another plan: `make stop`") from None
         for file in () if current else marked(work).values():
             file.unlink()  # nobody knows of what, or of another OUT
+        left = Path(o.stage, old.get("fingerprint", "-"))
+        if left.name != known["fingerprint"] and any(left.glob("batch_*.safetensors")):
+            say(f"{left} holds batches of the plan that this one replaces: delete it if that run is given up")
         plan = Plan(directory) if current else make_plan(o, path, config.vocab_size, files, directory, known)
         fcntl.flock(in_use, fcntl.LOCK_SH) if not o.reconcile else None
         plan.in_use, plan.complete = in_use, there.get("complete")
         if plan.inputs != inputs:  # equal data under new dates: next time it need not be read to know
             write_atomic(directory / "plan.json", json.dumps(plan.known | {"inputs": inputs}, indent=1))
-        if not there and not o.plan_only:  # which also proves that S3 takes objects, before a model is loaded
+        if not o.plan_only and not output.sizes("index."):  # it is new, or was lost
             output.write("index.parquet", (directory / "index.parquet").read_bytes())
+        if not o.plan_only and not there:  # which also proves that S3 takes objects, before a model is loaded
             output.write("manifest.json", manifest(plan))
     return plan
 
@@ -628,9 +618,9 @@ class Stage:
         except OSError as e:
             raise Refused(f"--stage {path} cannot be used: {e}") from None
 
-    def claim(self, work):
-        """Refuses a staging directory through which another work directory is running the same extraction."""
-        mine = self.dir / f".run_{sha(work.resolve())}"
+    def claim(self, work, num_shards):
+        """Refuses staging through which another WORK, or this one in other shards, runs the same."""
+        mine = self.dir / f".run_{sha(work.resolve(), num_shards)}"
         try:
             self.dir.mkdir(exist_ok=True)
             self.lock = open(mine, "w")
@@ -643,7 +633,8 @@ class Stage:
                     fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 other.unlink()
             except BlockingIOError:
-                raise Refused(f"another WORK runs the same through {self.dir}: use another --stage") from None
+                raise Refused(f"another WORK, or this with another --num-shards, runs through {self.dir}: "
+                              "`make stop` it, or use another --stage") from None
 
     def capacity(self):
         return monitor.room(self.dir.parent)[1] + sum(map(warmup.size_of, self.dir.glob("batch_*")))
@@ -811,6 +802,7 @@ def run(o, work, progress, stop):
             batches = range(plan.counts["batches"]) if o.reconcile else mine
             if reconcile(plan, work, output, batches) and plan.complete:
                 output.write("manifest.json", manifest(plan))
+                plan.complete = False
     except OutputError as e:
         look = "name, the credentials, AWS_ENDPOINT_URL" if o.out.startswith("s3:") else "path, permissions"
         raise Refused(f"OUT {o.out} cannot be used: {str(e).rstrip('.')}. Look at its {look}") from None
@@ -820,7 +812,7 @@ def run(o, work, progress, stop):
     if not progress:
         return
     warmup.save_head(path, work, output, plan.fingerprint) if o.save_head else None
-    stage.claim(work)
+    stage.claim(work, o.num_shards)
     if stage.capacity() < (least := 2 * plan.counts["largest"] * (o.shards_here or o.num_shards)):
         raise Refused(f"--stage {o.stage} has room for {stage.capacity():,} bytes; two batches a shard take "
                       f"{least:,}. Use another one, fewer --tokens, or say how many --shards-here share it")
@@ -832,8 +824,9 @@ def run(o, work, progress, stop):
         # RESUME CONTRACT: torn files of ours go, whole ones without marker are uploaded, the rest is computed
         output.clean({KEY.format(batch) for batch in mine})
         done, todo = marked(work), []
-        for file in stage.dir.glob("batch_*"):  # of any shard: on a cluster its next start may be elsewhere
-            file.unlink(missing_ok=True) if int(file.stem[6:]) in done else None
+        for file in stage.dir.glob("batch_*.*"):  # of any shard: on a cluster its next start may be elsewhere
+            if file.stem[6:].isdecimal() and int(file.stem[6:]) in done:
+                file.unlink(missing_ok=True)
         for batch in mine:
             file = stage.dir / Path(KEY.format(batch)).name
             file.with_suffix(".tmp").unlink(missing_ok=True)
@@ -898,7 +891,8 @@ def run(o, work, progress, stop):
         for file in markers.values():
             excluded |= (read_json(file) or {}).get("excluded", {})
         last = partial(output.write, "manifest.json", manifest(plan, excluded, complete=True))
-        persist(last, o.upload_attempts, stop, "manifest.json")
+        if not plan.complete or before < len(mine):  # else it says already what computed this, and where
+            persist(last, o.upload_attempts, stop, "manifest.json")
         shutil.rmtree(stage.dir, ignore_errors=True)
         say(f"all {plan.counts['batches']} batches are in {output}; its manifest.json says complete")
 

@@ -24,6 +24,7 @@ import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MethodType, SimpleNamespace
@@ -250,27 +251,47 @@ def layer_ids(rule, depth):
 
 
 def model_parts(path):
-    """Content of a model, partly read: config, each safetensors header, first and last MB of weights."""
+    """Content of a model, partly read: config, each safetensors header, first and last MB of weights.
+
+    Raises Refused for a file that is torn, or that the checkpoint's index names and that is not there.
+    """
     config = json.loads((path / "config.json").read_bytes())
     yield compact({k: v for k, v in config.items() if k not in ("transformers_version", "_name_or_path")})
+    for index in path.glob("*.safetensors.index.json"):
+        names = {*(read_json(index) or {}).get("weight_map", {}).values()}
+        if lost := sorted(name for name in names if not (path / name).is_file()):
+            raise Refused(f"{index} names files that are not there: {', '.join(lost[:5])}. Download them")
     for file in sorted(path.glob("*.safetensors")):
         with open(file, "rb") as f:
-            yield f.read(int.from_bytes(f.read(8), "little") % (1 << 28))
+            begin, size = 8 + int.from_bytes(f.read(8), "little") % (1 << 28), size_of(file)
+            yield (header := f.read(begin - 8))
+            try:
+                end = begin + max((tensor["data_offsets"][1] for tensor in json.loads(header).values()
+                                   if "data_offsets" in tensor), default=0)
+            except ValueError:  # torn within its header
+                end = max(begin, size) + 1
+            if end > size:
+                raise Refused(f"{file} is torn: it has {size:,} of {end:,} bytes or more. Download it again")
             yield f.read(1 << 20)
-            f.seek(max(0, file.stat().st_size - (1 << 20)))
+            f.seek(max(0, size - (1 << 20)))
             yield f.read()
 
 
 def determined_by(o, path, data, layers, final):
     """Everything that the content of the output depends on, by name; its hash is the fingerprint."""
+    def content(*patterns):
+        return [f.read_bytes() for f in sorted(f for pattern in patterns for f in path.glob(pattern))]
+
     settings = read_json(path / "tokenizer_config.json") or {}
-    template = [f.read_bytes() for f in sorted(path.glob("chat_template.*"))]
-    template = template or [settings.pop("chat_template", None)]
+    template = content("chat_template.*") or [settings.pop("chat_template", None)]
+    for file in sorted(path.glob("additional_chat_templates/*")):  # their names say which is used when
+        template += [file.name, file.read_bytes()]
     if "strftime_now" in str(template) and "date_string" not in o.template_args:
         today = json.dumps({"date_string": time.strftime("%d %b %Y")})
         say("the chat template writes today's date: planned anew on another day, samples differ. Where it "
             f"knows that name, fix it with --template-args '{today}'")
-    tokenizer = [f.read_bytes() for f in sorted([*path.glob("tokenizer.*"), *path.glob("vocab.*")])]
+    tokenizer = content("tokenizer.*", "vocab.*", "merges.txt", "special_tokens_map.json",
+                        "added_tokens.json")
     same = "dtype compute_dtype tokens max_len overlong min_len min_supervised template_args".split()
     return {"weights": sha(*model_parts(path)), "tokenizer": sha(compact(settings), *tokenizer),
             "chat_template": sha(*template), "data": data, "layers": layers, "final": final} | {
@@ -316,6 +337,23 @@ def table_rows(f, parquet):
                   for c in batch.select(names).columns]
         rows = [dict(zip(names, row)) for row in zip(*values)]
         yield from (rows[i:i + 256] for i in range(0, len(rows), 256))
+
+
+def read_parts(files, base):
+    """({"file": …} in a directory, its first row, the part's first row, [line as bytes, or row as dict]).
+
+    A part has about 1 MB or 256 rows. Rows count all lines of all files from 0. Raises Refused."""
+    row = 0
+    for file in files:
+        first, where = row, {"file": str(file.relative_to(base))} if file != base else {}
+        try:
+            with open(file, "rb") as f:
+                lines = file.suffix not in (".parquet", ".arrow") and iter(partial(f.readlines, 1 << 20), [])
+                for part in lines or table_rows(f, file.suffix == ".parquet"):
+                    yield where, first, row, part
+                    row += len(part)
+        except (pa.ArrowException, OSError) as e:
+            raise Refused(f"{file} cannot be read after {row - first} rows: {first_line(e)}") from None
 
 
 # ------------------------------------------------------------------------------------------------ the kernels
