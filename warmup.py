@@ -617,15 +617,21 @@ def environment():
     return found
 
 
+def kernel_caches():
+    """{environment variable: directory} for the compilers that keep kernels: Triton, inductor, TileLang."""
+    usual = {"TRITON_CACHE_DIR": Path.home() / ".triton" / "cache",
+             "TORCHINDUCTOR_CACHE_DIR": Path(tempfile.gettempdir()),
+             "TILELANG_CACHE_DIR": Path.home() / ".tilelang" / "cache"}
+    return {name: Path(os.environ.get(name) or path) for name, path in usual.items()}
+
+
 def cache_problem():
     """Why compiled kernels could not be kept here; None where they can."""
-    home, gpu = Path.home(), torch.cuda.is_available()
-    for name, usual in (("TRITON_CACHE_DIR", home / ".triton" / "cache"),
-                        ("TORCHINDUCTOR_CACHE_DIR", Path(tempfile.gettempdir())),
-                        ("TILELANG_CACHE_DIR", home / ".tilelang" / "cache"))[:2 + gpu]:
+    for name, path in kernel_caches().items():
+        if name == "TILELANG_CACHE_DIR" and not torch.cuda.is_available():
+            continue  # only FlashQLA, on a GPU, compiles with it
         if os.environ.get(name) == "":
             return f"{name} is set, but empty: unset it, or give it a directory"
-        path = Path(os.environ.get(name) or usual)
         try:
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
@@ -713,8 +719,7 @@ def search(extractor, slot, sizes):
 
 def tilelang_kernels():
     """How many kernels TileLang, FlashQLA's compiler, has on the disk."""
-    cache = Path(os.environ.get("TILELANG_CACHE_DIR") or Path.home() / ".tilelang" / "cache")
-    return sum(1 for _ in cache.rglob("executable.so"))
+    return sum(1 for _ in kernel_caches()["TILELANG_CACHE_DIR"].rglob("executable.so"))
 
 
 def second(o, work):
