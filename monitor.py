@@ -288,28 +288,34 @@ def pid_of(file):
 
 
 def process_state(pid, work):
-    """The state letter of a process that runs extract.py on this work directory ('T': SIGSTOP), else ''."""
+    """psutil's word for the state of a process that runs extract.py on this work directory, '' for any other,
+    for a zombie, and without a pid."""
+    if not pid:
+        return ""
     try:
-        args = Path(f"/proc/{pid}/cmdline").read_text(errors="surrogateescape").split("\0")
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
+        process = psutil.Process(pid)
+        args, state = process.cmdline(), process.status()
+    except psutil.Error:
         return ""
     theirs = "work"
-    for arg, following in zip(args, args[1:]):
-        theirs = following if arg == "--work" else arg[7:] if arg.startswith("--work=") else theirs
+    for arg, following in zip(args, [*args[1:], ""]):
+        if arg == "--work":
+            theirs = following
+        elif arg.startswith("--work="):
+            theirs = arg.removeprefix("--work=")
     try:
-        theirs = os.path.realpath(os.path.join(f"/proc/{pid}/cwd", theirs))
-    except OSError:  # another user's process: take it to stand where we do
-        theirs = os.path.realpath(theirs)
-    ours = any(os.path.basename(arg) == "extract.py" for arg in args) and theirs == os.path.realpath(work)
-    return state if ours else ""  # (a zombie has no command line)
+        theirs = os.path.join(process.cwd(), theirs)
+    except psutil.Error:  # another user's process: take it to stand where we do
+        pass
+    ours = any(os.path.basename(arg) == "extract.py" for arg in args)
+    return state if ours and os.path.realpath(theirs) == os.path.realpath(work) else ""
 
 
 def read_shard(work, shard):
     """One shard's progress, cleaned of wrong types, with pid, alive, age_s, condition and message."""
     # The process first, its progress second: what a process that is gone has left is then its last word.
     pid = pid_of(work / "pids" / f"shard_{shard}.pid")
-    process = process_state(pid, work) if pid else ""
+    process = process_state(pid, work)
     path = work / f"progress_shard_{shard}.json"
     progress = read_json(path)
     if (progress or {}).get("host", os.uname().nodename) != os.uname().nodename:  # its pid says nothing here
@@ -339,7 +345,7 @@ def read_shard(work, shard):
         found = "running", ""
     else:
         why = "" if pid else " (no pid file)"
-        why = " (process is stopped: SIGSTOP)" if process in ("T", "t") else why
+        why = " (process is stopped: SIGSTOP)" if process in ("stopped", "tracing-stop") else why
         found = "stale" if pid else "gone", ("stale" if age is None else f"stale {age:.0f} s") + why
     s["condition"], s["message"] = found
     return s
@@ -1175,7 +1181,7 @@ def main():
     work = Path(args.work)
     if args.pids:
         pids = (pid_of(f) for f in sorted(work.glob("pids/shard_*.pid")))
-        print(*(pid for pid in pids if pid and process_state(pid, work)), sep="\n")
+        print(*(pid for pid in pids if process_state(pid, work)), sep="\n")
         return 0
     if not os.path.isdir(work):
         error = f"no work directory {args.work!r}: {START}   or name the run's own: make status WORK=DIR"
