@@ -129,16 +129,16 @@ def estimate(plan, work, stage, shards):
     yield (f"plan {plan.fingerprint}: {c['samples']:,} samples, {c['tokens']:,} tokens, "
            f"{c['supervised']:,} of them supervised, {c['turns_lost']:,} turns not located")
     if c["skipped"]:
-        yield (f"{c['skipped']:,} sample{'s' * (c['skipped'] != 1)} skipped {c['skipped_by_reason']}: "
+        yield (f"{c['skipped']:,} sample{plural(c['skipped'])} skipped {c['skipped_by_reason']}: "
                f"{work / 'plan' / 'skipped.jsonl'}")
-    yield f"layers {plan.layers}{' and the final state' * plan.final}: {plan.convention}"
+    yield f"layers {plan.layers}{' and the final state' if plan.final else ''}: {plan.convention}"
     yield (f"{c['batches']:,} batches, {c['tokens'] / c['batches'] / plan.tokens:.1%} of {plan.tokens:,} "
            f"tokens full: {c['bytes'] / 1e9:,.2f} GB ({c['bytes'] / c['tokens']:,.0f} bytes a token) "
            f"into {plan.out}")
     yield (f"{stage.capacity() / 1e9:,.2f} GB of room in {stage.dir.parent}, up to "
            f"{c['largest'] / 1e9:.3f} GB a batch")
     whence = "as warm-up measured" if measured else "assumed, Qwen3.6-27B on one H200; `make warmup` measures"
-    yield (f"{span(max(1, c['tokens'] / rate / shards))} with {shards} shard{'s' * (shards != 1)}, "
+    yield (f"{span(max(1, c['tokens'] / rate / shards))} with {shards} shard{plural(shards)}, "
            f"at {rate:,.0f} tokens/s each ({whence})")
 
 
@@ -168,13 +168,14 @@ class Progress(threading.Thread):
             now.update(new)
             while self.events and not t - 60 <= self.events[0][0] <= t:  # gone by, or a clock was set back
                 self.events.popleft()
-            span = min(60.0, max(1.0, t - (self.began or t)))
-            rates = [sum(event[i] for event in self.events) / span for i in range(1, 6)]
+            seconds = min(60.0, max(1.0, t - (self.began or t)))
+            rates = [sum(event[i] for event in self.events) / seconds for i in range(1, 6)]
             rates[3:] = min(1, rates[3]), min(1, rates[4])
-            now.update({key: round(rate, 3) for key, rate in zip(RATES, rates)}, updated_at=t,
-                       eta_hours=round(self.left / rates[1] / 3600, 4) if rates[1] else None)
+            now.update({key: round(rate, 3) for key, rate in zip(RATES, rates)}, updated_at=t, eta_hours=None)
             if self.plan and not self.left:
                 now["eta_hours"] = 0.0
+            elif rates[1]:
+                now["eta_hours"] = round(self.left / rates[1] / 3600, 4)
             if self.shut:
                 now["waited_for_room_s"], self.shut = round(now["waited_for_room_s"] + t - self.shut, 2), t
             if self.uploads:
@@ -228,13 +229,16 @@ class Progress(threading.Thread):
 
     def wait_for_room(self, waiting):
         """The writer waits for room in staging, or no longer does. Returns whether that is news."""
-        news = bool(self.shut) != waiting
-        if news:
-            with self.lock:
-                self.shut = self.shut or time.time()
-                self.set(state="waiting_for_room" if waiting else "running")
-                self.shut = self.shut if waiting else None
-        return news
+        if bool(self.shut) == waiting:
+            return False
+        with self.lock:
+            if waiting:
+                self.shut = time.time()
+                self.set(state="waiting_for_room")
+            else:
+                self.set(state="running")  # counts the wait up to now
+                self.shut = None
+        return True
 
     def line(self):
         """What a shard's log says now and then."""
@@ -377,6 +381,16 @@ def with_slurm(s, job):
     return s
 
 
+def queue_in_words(jobs):
+    """How many tasks are in which state, and where: PENDING (Dependency): 3; '' for none."""
+    tasks = collections.Counter()
+    for shard, job in jobs.items():
+        whose = "the plan's " if shard < 0 else ""
+        where = f"on {job['node']}" if job["node"] else f"({job['reason']})"
+        tasks[f"{whose}{job['state']} {where}"] += 1
+    return "; ".join(f"{what}: {n}" for what, n in tasks.items())
+
+
 def count_shards(work):
     """--num-shards as the most recently updated progress file has it, else by the file names; 0 for none."""
     newest, highest = (-1, 0), 0
@@ -413,10 +427,7 @@ def read_run(work, stage, num_shards=None, jobs=None):
     planned = number((read_json(work / "slurm.json") or {}).get("shards"), 0)
     count, jobs = num_shards or max(count_shards(work), int(min(planned, MAX_SHARDS))), jobs or {}
     shards = [with_slurm(read_shard(work, i), jobs.get(i)) for i in range(count)]
-    tasks = collections.Counter("the plan's " * (i < 0) + job["state"] + (
-        f" on {job['node']}" if job["node"] else f" ({job['reason']})") for i, job in jobs.items())
-    words = "; ".join(f"{what}: {n}" for what, n in tasks.items())
-    words = words or f"nothing of this run is queued; logs: {work}/logs"
+    queue = queue_in_words(jobs) or f"nothing of this run is queued; logs: {work}/logs"
     conditions = {s["condition"] for s in shards}
     state = ("done" if conditions == {"done"} else "running" if conditions & set(LIVE) else
              "failed" if conditions & set(BROKEN) else "stopped")
@@ -427,7 +438,7 @@ def read_run(work, stage, num_shards=None, jobs=None):
             "out": clean(plan.get("out")) or None, "num_shards": len(shards),
             "skipped_by_reason": {clean(why): n for why, n in reasons if number(n)},
             **totals(shards, plan["counts"]), "shards": shards, "box": read_box(stage),
-            "slurm": words if planned else None}
+            "slurm": queue if planned else None}
 
 
 def read_gpus():
@@ -490,7 +501,7 @@ def record(work, stage, num_shards):
                     file.write(json.dumps(point(read_run(work, stage, num_shards))) + "\n")
                 lines += 1
             except OSError as e:
-                print(f"{path} was not written: {e}", flush=True)
+                say(f"{path} was not written: {e}")
             time.sleep(RECORD_S)
 
 
@@ -563,54 +574,73 @@ def ended_within(shards):
     return f"; shards ended within {span(max(ends) - min(ends))} of each other" if len(ends) > 1 else ""
 
 
+def bottleneck(spent, covered, output, model):
+    """(the name of what holds the run back or None, a clause that says it) from `time_spent` of the points of
+    the last `covered` seconds; output and model: what OUT and the forward pass are called."""
+    over = f"of the last {round(covered / 60)} minutes" if covered > 90 else f"of the last {covered:.0f} s"
+    share = {name: f"{100 * part:.0f} %" for name, part in spent.items()}
+    if spent["planning"] >= 0.5:
+        return "planning", f"getting ready: planning, loading and warming up took {share['planning']} {over}"
+    if spent["upload"] >= 0.1:  # whoever waits for the next stage is not the slowest
+        return "upload", f"{output} is the bottleneck: extraction waited {share['upload']} {over}"
+    if max(spent["gpu"], spent["host"]) < 0.5:
+        return None, (f"nothing is busy half of the time ({model} {share['gpu']}, copying and writing "
+                      f"{share['host']}): look at CPU system time and the logs")
+    if spent["gpu"] >= spent["host"]:
+        return "gpu", f"{model} is the bottleneck: it was busy {share['gpu']} {over}"
+    return "host", f"copying and writing on the host is the bottleneck: it took {share['host']} {over}"
+
+
+def sentence(status, output, wrong, cause):
+    """The summary: how many shards run, which are in trouble (`wrong`), and, while any runs, the `cause` of
+    its speed; or how the run ended."""
+    each, total = collections.Counter(s["condition"] for s in status["shards"]), status["num_shards"]
+    if not total:
+        tokenizing = process_state(pid_of(Path(status["work"], "pids", ".plan")), status["work"])
+        return "Planning: the data is being tokenized" if tokenizing else "No shard has been started here"
+    if status["state"] == "done":
+        named = " (manifest.json names those)" if status["excluded"] else ""
+        return (f"Done: {there(status)[0]:,} samples in {status['batch']:,} batches, all in {output}; "
+                f"{', '.join(left_out(status)) or '0 skipped'}{named}{ended_within(status['shards'])}")
+    if status["state"] in ("stopped", "failed"):
+        ends = ", ".join(f"{n} {condition}" for condition, n in each.items())
+        mend = "mend the cause, then " if wrong else ""
+        command = "make slurm" if status["slurm"] else "make extract"
+        return f"Not running: {ends}; {mend}the same {command} goes on"
+    parts = [f"{each['running']} of {total} shard{plural(total)} running"]
+    if each["pending"]:
+        parts.append(f"{each['pending']} pending in Slurm")
+    if each["stopped"]:
+        parts.append(f"{each['stopped']} stopped")
+    parts += wrong[:3]
+    if len(wrong) > 3:
+        parts.append(f"{len(wrong) - 3} more in trouble")
+    if not each["running"]:
+        return ", ".join(parts)
+    return f"{', '.join(parts)}{';' if wrong else ','} {cause}"
+
+
 def judged(status, points):
     """Adds `time_spent`, `bottleneck`, `summary` and `worry` (none some much), from the last 10 minutes."""
     newest = points[-1]["t"] if points else 0
-    points = [p for p in points if p["t"] >= newest - WINDOW_S and abs(time.time() - newest) < 60]
-    (spent, seconds), covered = time_spent(points), points[-1]["t"] - points[0]["t"] if points else 0
-    over = f"of the last {round(covered / 60)} minutes" if covered > 90 else f"of the last {covered:.0f} s"
-    share = {name: f"{100 * part:.0f} %" for name, part in spent.items()}
+    fresh = abs(time.time() - newest) < 60
+    points = [p for p in points if fresh and p["t"] >= newest - WINDOW_S]
+    spent, seconds = time_spent(points)
     output = "S3" if (status["out"] or "").startswith("s3://") else "OUT"
-    model = "the GPU" if status["box"]["gpus"] else "the forward pass (no GPU)"
-    name = (None if seconds < 20 else "planning" if spent["planning"] >= 0.5 else
-            "upload" if spent["upload"] >= 0.1 else  # whoever waits for the next stage is not the slowest
-            max(("gpu", "host"), key=spent.get) if max(spent.values()) >= 0.5 else None)
-    words = {
-        "planning": f"getting ready: planning, loading and warming up took {share['planning']} {over}",
-        "upload": f"{output} is the bottleneck: extraction waited {share['upload']} {over}",
-        "gpu": f"{model} is the bottleneck: it was busy {share['gpu']} {over}",
-        "host": f"copying and writing on the host is the bottleneck: it took {share['host']} {over}",
-        None: f"nothing is busy half of the time ({model} {share['gpu']}, copying and writing "
-              f"{share['host']}): look at CPU system time and the logs"}[name]
-    shards, total = status["shards"], status["num_shards"]
-    running, each = [s for s in shards if s["condition"] == "running"], collections.Counter(
-        s["condition"] for s in shards)
-    wrong = [f"shard {s['shard']} {ILL[s['condition']]}" for s in shards if s["condition"] in ILL]
+    running = [s for s in status["shards"] if s["condition"] == "running"]
+    wrong = [f"shard {s['shard']} {ILL[s['condition']]}" for s in status["shards"] if s["condition"] in ILL]
     if running and not wrong and all(s["state"] == "draining" for s in running):
-        name, words = "upload", f"all is computed, {status['pending_uploads']:,} uploads to {output} are left"
+        name, cause = "upload", f"all is computed, {status['pending_uploads']:,} uploads to {output} are left"
     elif seconds < 20:
-        words = "too early to name a bottleneck"
-    how = ", ".join([f"{len(running)} of {total} shard{'s' * (total != 1)} running",
-                     *[f"{each['pending']} pending in Slurm"] * bool(each["pending"]),
-                     *[f"{each['stopped']} stopped"] * bool(each["stopped"]),
-                     *wrong[:3], *[f"{len(wrong) - 3} more in trouble"] * (len(wrong) > 3)])
-    if not shards:
-        tokenizing = process_state(pid_of(Path(status["work"], "pids", ".plan")), status["work"])
-        how = "planning: the data is being tokenized" if tokenizing else "no shard has been started here"
-    elif status["state"] == "done":
-        how = (f"done: {there(status)[0]:,} samples in {status['batch']:,} batches, all in {output}; "
-               f"{', '.join(left_out(status)) or '0 skipped'}"
-               + " (manifest.json names those)" * bool(status["excluded"]) + ended_within(shards))
-    elif running:
-        how += f"{';' if wrong else ','} {words}"
-    elif status["state"] in ("stopped", "failed"):
-        how = (f"not running: {', '.join(f'{n} {condition}' for condition, n in each.items())}; "
-               + "mend the cause, then " * bool(wrong)
-               + f"the same make {'slurm' if status.get('slurm') else 'extract'} goes on")
-    halted = each["stopped"] or status["state"] == "stopped"
-    worry = "much" if wrong else "some" if halted or running and name == "upload" else "none"
-    return status | {"time_spent": spent, "bottleneck": name if running else None, "worry": worry,
-                     "summary": how[0].upper() + how[1:]}
+        name, cause = None, "too early to name a bottleneck"
+    else:
+        model = "the GPU" if status["box"]["gpus"] else "the forward pass (no GPU)"
+        name, cause = bottleneck(spent, points[-1]["t"] - points[0]["t"], output, model)
+    name = name if running else None
+    halted = status["state"] == "stopped" or any(s["condition"] == "stopped" for s in status["shards"])
+    worry = "much" if wrong else "some" if halted or name == "upload" else "none"
+    return status | {"time_spent": spent, "bottleneck": name, "worry": worry,
+                     "summary": sentence(status, output, wrong, cause)}
 
 
 def look(args, last_bytes=1 << 20):
@@ -631,6 +661,11 @@ def span(value, unit_s=1, parts=2):
     while len(units) > 1 and not units[0][0]:
         del units[0]
     return " ".join(f"{n} {unit}" for n, unit in units[:parts])
+
+
+def plural(n):
+    """The ending of a noun after a number."""
+    return "" if n == 1 else "s"
 
 
 def there(s):
@@ -1121,7 +1156,7 @@ def follow(args, work, console, live):
                 speed = () if over else (
                     f"{t['rate_per_sec']:,.1f} samples/s", f"{t['tokens_per_sec']:,.0f} tokens/s",
                     f"eta {span(t['eta_hours'], 3600)}")
-                print(f"{clock} {count} shard{'s' * (count != 1)}",
+                print(f"{clock} {count} shard{plural(count)}",
                       ", ".join(["{:,}/{:,} samples ({} %)".format(*there(t), percent(t)), *left_out(t)]),
                       *speed, f"uploads {t['pending_uploads']:,} pending{failed}", sep=" | ", flush=True)
         if over:
