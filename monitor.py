@@ -45,6 +45,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import psutil
@@ -684,6 +685,11 @@ def left_out(s):
     return [f"{s[key]:,} {key}" for key in ("skipped", "excluded") if s[key]]
 
 
+def known(value, form=""):
+    """A number in this format; a dash when it is unknown."""
+    return "—" if value is None else format(value, form)
+
+
 def gigabytes(used, total):
     return "—" if used is None or total is None else f"{used / 1e9:,.1f}/{total / 1e9:,.1f} GB"
 
@@ -708,17 +714,17 @@ def problem(work, s):
 
 COLUMNS = ["shard", "state", "samples", "%", "samples\n/s", "tokens\n/s", "ETA", "skipped",
            "uploads\nqueued/\nfailed", "waited\nfor room", "GPU\nbusy", "last\nseen"]
+WIDE = ["skipped", "waited\nfor room", "GPU\nbusy"]  # columns for 100 characters and more
 
 
 def rows(status):
     """The table: a list of strings for each shard and one for the total. Rates only of what is running."""
     def row(s, name, state, running):
-        rate, tokens, busy = [s.get(key) if running else None for key in
-                              ("rate_per_sec", "tokens_per_sec", "gpu_busy")]
+        rate, tokens, eta, busy = [s.get(key) if running else None for key in
+                                   ("rate_per_sec", "tokens_per_sec", "eta_hours", "gpu_busy")]
         seen = "" if s.get("age_s") is None else f"{span(s['age_s'], parts=1)} ago"
-        return [name, state, "{:,}/{:,}".format(*there(s)), f"{percent(s)} %",
-                "—" if rate is None else f"{rate:,.1f}", "—" if tokens is None else f"{tokens:,.0f}",
-                span(s["eta_hours"] if running else None, 3600), f"{s['skipped']:,}",
+        return [name, state, "{:,}/{:,}".format(*there(s)), f"{percent(s)} %", known(rate, ",.1f"),
+                known(tokens, ",.0f"), span(eta, 3600), f"{s['skipped']:,}",
                 f"{s['pending_uploads']}/{s['failed_uploads']}", span(s["waited_for_room_s"], parts=1),
                 "—" if busy is None else f"{100 * min(1, busy):.0f} %", seen]
     out = [row(s, str(s["shard"]), doing(s), s["condition"] == "running") for s in status["shards"]]
@@ -735,17 +741,19 @@ def texts(status):
         f"ETA {span(status['eta_hours'], 3600)}"])
     problems = [f"shard {s['shard']}: {problem(status['work'], s)}" for s in status["shards"]
                 if s["message"] not in (*CALM, "not started")]
-    problems += [] if status["shards"] else [f"begin with {START}"]
-    return [headline, status["summary"]], problems, [
-        *([f"Slurm   {status['slurm']}"] if status.get("slurm") else []),
-        *(f"GPU {gpu['index']}   {gpu['name'] or 'unnamed'}   busy "
-          f"{'—' if gpu['utilisation_percent'] is None else gpu['utilisation_percent']} %   "
-          f"{gigabytes(gpu['memory_used'], gpu['memory_total'])}" for gpu in box["gpus"]),
-        f"CPU     user {box['cpu_user_percent']:.0f} %   system {box['cpu_system_percent']:.0f} %   "
-        f"of {box['cpu_count']} cores" + ("" if box["gpus"] else "   no GPU seen by NVML"),
-        f"memory  {gigabytes(box['memory_used'], box['memory_total'])}",
-        f"stage   {box['stage']}   {gigabytes(box['stage_used'], box['stage_total'])}   "
-        f"{box['stage_percent']} % used, brake at 80 %"]
+    if not status["shards"]:
+        problems.append(f"begin with {START}")
+    lines = [f"Slurm   {status['slurm']}"] if status["slurm"] else []
+    for gpu in box["gpus"]:
+        lines.append(f"GPU {gpu['index']}   {gpu['name'] or 'unnamed'}   "
+                     f"busy {known(gpu['utilisation_percent'])} %   "
+                     f"{gigabytes(gpu['memory_used'], gpu['memory_total'])}")
+    lines += [f"CPU     user {box['cpu_user_percent']:.0f} %   system {box['cpu_system_percent']:.0f} %   "
+              f"of {box['cpu_count']} cores" + ("" if box["gpus"] else "   no GPU seen by NVML"),
+              f"memory  {gigabytes(box['memory_used'], box['memory_total'])}",
+              f"stage   {box['stage']}   {gigabytes(box['stage_used'], box['stage_total'])}   "
+              f"{box['stage_percent']} % used, brake at 80 %"]
+    return [headline, status["summary"]], problems, lines
 
 
 def terminal(status, width):
@@ -754,7 +762,7 @@ def terminal(status, width):
     from rich.table import Table
     from rich.text import Text
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
-    shown = [i for i, name in enumerate(COLUMNS) if width >= 100 or name[:3] not in ("ski", "wai", "GPU")]
+    shown = [i for i, name in enumerate(COLUMNS) if width >= 100 or name not in WIDE]
     for name in (COLUMNS[i] for i in shown):
         table.add_column(name, justify="left" if name in ("shard", "state") else "right",
                          no_wrap=name != "state", min_width=8 if name == "state" else None)
@@ -817,11 +825,9 @@ def curves(points):
 
 def plot(points, path):
     """The curves as a picture, its kind by the ending of its name."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, axes = pyplot.subplots(3, 3, figsize=(16, 9), layout="constrained")
-    for axis, chart in itertools.zip_longest(axes.flat, curves(points)):
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(16, 9), layout="constrained")
+    for axis, chart in itertools.zip_longest(figure.subplots(3, 3).flat, curves(points)):
         if not chart:
             axis.set_axis_off()
             continue
@@ -836,23 +842,24 @@ def plot(points, path):
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.25)
         axis.tick_params(labelsize=8)
-        axis.legend(fontsize=7, loc="best") if 1 < len(lines) + bool(limit) <= 9 else None
+        if 1 < len(lines) + bool(limit) <= 9:
+            axis.legend(fontsize=7, loc="best")
     figure.autofmt_xdate()
     figure.savefig(path, dpi=90)
 
 
 def exposition(status):
     """(text, content type) for Prometheus. What is unknown is left out, and so are rates of dead shards."""
-    import prometheus_client as prometheus
+    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
     box, shards, families = status["box"], status["shards"], []
 
     def add(name, text, label, values):
         kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        families.append(kind(f"extract_{name}", text, labels=[label] * bool(label)))
+        families.append(kind(f"extract_{name}", text, labels=[label] if label else []))
         for which, value in values:
             if number(value) is not None:
-                families[-1].add_metric([str(which)] * bool(label), value)
+                families[-1].add_metric([str(which)] if label else [], value)
 
     for name, key in SHARD_METRICS.items():
         add(name, f"{key} of progress_shard_N.json, in base units", "shard", [
@@ -871,9 +878,7 @@ def exposition(status):
                             ("memory_size_bytes", "memory_total", 1)):
         add(f"gpu_{name}", f"{key} of NVML, in base units", "gpu",
             [(gpu["index"], gpu[key] * unit) for gpu in box["gpus"] if gpu[key] is not None])
-    registry = prometheus.CollectorRegistry()
-    registry.register(type("Status", (), {"collect": lambda self: families})())
-    return prometheus.generate_latest(registry), prometheus.CONTENT_TYPE_LATEST
+    return generate_latest(types.SimpleNamespace(collect=lambda: families)), CONTENT_TYPE_LATEST
 
 
 class Guard:
@@ -887,21 +892,25 @@ class Guard:
         from starlette.requests import HTTPConnection
         from starlette.responses import PlainTextResponse, RedirectResponse
         from starlette.websockets import WebSocketClose
-        answer, refusal = self.app, (
-            (401, "open /?token=TOKEN, or send Authorization: Bearer TOKEN\n") if self.token else
-            (403, "open it as http://127.0.0.1:PORT (ssh -L leads there), or start it with --token\n"))
-        if scope["type"] in ("http", "websocket"):
-            asked = HTTPConnection(scope)
+        if scope["type"] not in ("http", "websocket"):
+            return await self.app(scope, receive, send)
+        asked = HTTPConnection(scope)
+        if self.token:
             given = [asked.query_params.get("token", ""), asked.cookies.get(self.cookie, ""),
                      asked.headers.get("authorization", "").removeprefix("Bearer ")]
+            allowed = any(secrets.compare_digest(g.encode(), self.token.encode()) for g in given)
+            refusal = PlainTextResponse("open /?token=TOKEN, or send Authorization: Bearer TOKEN\n", 401)
+        else:
             host = re.sub(r":\d*$", "", asked.headers.get("host", ""))
-            if not (any(secrets.compare_digest(g.encode(), self.token.encode()) for g in given) if self.token
-                    else host in ("127.0.0.1", "localhost", "[::1]")):
-                answer = (WebSocketClose(1008) if scope["type"] == "websocket" else
-                          PlainTextResponse(refusal[1], refusal[0]))
-            elif self.token and given[0] and scope["path"] == "/":  # it does not stay in the address bar
-                answer = RedirectResponse("/", 303)
-                answer.set_cookie(self.cookie, self.token, 30 * 86400, httponly=True, samesite="strict")
+            allowed = host in ("127.0.0.1", "localhost", "[::1]")
+            refusal = PlainTextResponse("open it as http://127.0.0.1:PORT (ssh -L leads there), or start it "
+                                        "with --token\n", 403)
+        answer = self.app
+        if not allowed:
+            answer = WebSocketClose(1008) if scope["type"] == "websocket" else refusal
+        elif self.token and given[0] and scope["path"] == "/":  # it does not stay in the address bar
+            answer = RedirectResponse("/", 303)
+            answer.set_cookie(self.cookie, self.token, 30 * 86400, httponly=True, samesite="strict")
         await answer(scope, receive, send)
 
 
@@ -976,7 +985,7 @@ def web(args):
     except (OSError, OverflowError) as e:
         print(f"no page on --host {args.host} --port {args.port} (WEB_HOST= WEB_PORT=): {e}", file=sys.stderr)
         return 2
-    where, token = "127.0.0.1" if loopback else args.host, f"?token={args.token}" * bool(args.token)
+    where, token = "127.0.0.1" if loopback else args.host, f"?token={args.token}" if args.token else ""
     print(f"http://{where}:{args.port}/{token}   Ctrl-C ends the page, not the run; from elsewhere: "
           f"ssh -L {args.port}:127.0.0.1:{args.port} BOX", flush=True)
     from nicegui import app, run, ui
@@ -995,15 +1004,18 @@ def web(args):
 
     @ui.page("/")
     def page():
+        def div(kind=""):
+            return ui.element("div").classes(kind)
+
         def box(name, kind=""):
             ui.label(name).classes("caption")
             return ui.label().classes(kind)
-        div, cells, drawn = lambda kind="": ui.element("div").classes(kind), [], {}
+        cells, drawn = [], {}
         names = [name.replace("\n", " ").replace("/ ", "/").replace(" /", "/") for name in COLUMNS]
         ui.add_css(CSS)
         with ui.element("main"):
             with ui.element("header"):
-                ui.label("Hidden states").classes("name")
+                ui.label("Hidden states")
                 place = ui.label().classes("place")
                 ui.button(icon="contrast").props("flat round dense aria-label='light or dark'").on(
                     "click", js_handler="() => Quasar.Dark.toggle()")
@@ -1031,23 +1043,31 @@ def web(args):
             eta = status["eta_hours"] if state in ("running", "done") else None
             speed = status["upload_bytes_per_sec"] / 1e6
             figures = (span(eta, 3600), f"{percent(status)} %", f"{status['tokens_per_sec']:,.0f}",
-                       f"{status['rate_per_sec']:,.1f}", f"{speed:,.{int(speed < 100)}f} MB/s",
+                       f"{status['rate_per_sec']:,.1f}",
+                       f"{speed:,.1f} MB/s" if speed < 100 else f"{speed:,.0f} MB/s",
                        f"{status['box']['stage_percent']:.0f} %")
             for tile, text in zip(tiles.values(), figures):
                 tile.text = text
             if len(cells) != len(shown):
-                cells.clear(), table.clear()
+                cells.clear()
+                table.clear()
                 with table:
                     with div("shard names"):
-                        [ui.label(name) for name in names]
+                        for name in names:
+                            ui.label(name)
                     for row in shown:
                         with div() as line:
                             cells.append((line, [ui.label().props(f"data-name='{name}'") for name in names]))
                 chosen.set_options([*range(max(1, status["num_shards"]))])
             for s, row, (line, labels) in zip([*status["shards"], status], shown, cells):
-                wrong = s.get("message") not in (None, *CALM)
-                kind = " bad" if wrong else " waits" if s.get("state") == "waiting_for_room" else ""
-                line.classes(replace="shard" + kind + " all" * (s is status)).style(f"--part: {percent(s)}%")
+                kind = "shard"
+                if s is status:
+                    kind = "shard all"
+                elif s["message"] not in CALM:
+                    kind = "shard bad"
+                elif s["state"] == "waiting_for_room":
+                    kind = "shard waits"
+                line.classes(replace=kind).style(f"--part: {percent(s)}%")
                 for label, text in zip(labels, row):
                     label.text = text
             for title, limit, curve in drawings:
@@ -1107,9 +1127,11 @@ def keep(args):
     kept |= {log.name: "\n".join(tail(log, 1 << 16)) for log in work.glob("logs/*.log")}
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in kept.items():
-        (folder / name).write_text(without_secrets(text) + "\n" * (not text.endswith("\n")), errors="replace")
-    plot(points, folder / "run.png") if points else None
-    print(f"kept in {folder}: status, scripts, versions, knobs, ends of logs" + ", curves" * bool(points))
+        text = text if text.endswith("\n") else text + "\n"
+        (folder / name).write_text(without_secrets(text), errors="replace")
+    if points:
+        plot(points, folder / "run.png")
+    print(f"kept in {folder}: status, scripts, versions, knobs, ends of logs{', curves' if points else ''}")
 
 
 def show(console, status, live=None):
@@ -1171,7 +1193,8 @@ def follow(args, work, console, live):
         name = ENDS.get(code, "failed")
         why = ": " + problem(work, s).removeprefix(f"{name}: ") if code else ""
         print(f"shard {s['shard']} exited {code} ({name}){why}")
-    print(f"all are done{ended_within(shards)}") if not any(codes) else None
+    if not any(codes):
+        print(f"all are done{ended_within(shards)}")
     worst = min((code if code in ENDS else 1 for code in codes), key=(1, 2, 3, 0).index)
     if worst:
         print("next: " + ("" if worst == 3 else "mend what the lines above name, then ") +
@@ -1223,15 +1246,21 @@ def main():
         if args.json:
             print(json.dumps({"error": error, "work": args.work}))
         parser.exit(2, f"{error}\n")
-    if args.snapshot is not None or args.plot:
+    if args.plot:
         points = history(work)
-        if not points and args.plot:
+        if not points:
             parser.exit(2, f"no history yet: {work / 'metrics.jsonl'} is written while shards run\n")
         try:
-            keep(args) if args.snapshot is not None else plot(points, args.plot)
+            plot(points, args.plot)
         except (OSError, ValueError) as e:  # ValueError: an ending that matplotlib does not know
-            parser.exit(2, f"cannot write {args.plot or work / 'snapshots'}: {e}\n")
-        print(f"wrote {args.plot}: {len(points):,} points") if args.plot else None
+            parser.exit(2, f"cannot write {args.plot}: {e}\n")
+        print(f"wrote {args.plot}: {len(points):,} points")
+        return 0
+    if args.snapshot is not None:
+        try:
+            keep(args)
+        except (OSError, ValueError) as e:
+            parser.exit(2, f"cannot write {work / 'snapshots'}: {e}\n")
         return 0
     if args.json:
         print(json.dumps(look(args)[0], allow_nan=False))
