@@ -337,21 +337,29 @@ def read_shard(work, shard):
     over = end in (*ENDS.values(), "failed")
     s["alive"] = bool(process) if pid else fresh and not over
 
-    if over:
+    if end == "done":
+        found = "done", ""
+    elif over:
         unsaid = "the same command goes on" if end == "stopped" else "no error recorded"
-        found = end, f"{end}: {clean(s['error']) or unsaid}" if end != "done" else ""
+        found = end, f"{end}: {clean(s['error']) or unsaid}"
     elif pid and not process:
         found = "gone", f"pid {pid} is gone: it ended without a word (killed? out of memory?)"
     elif progress is None and os.path.exists(path):
         found = "unreadable", f"unreadable: {path} is not a JSON object"
+    elif progress is None and process:
+        found = "starting", "starting"
     elif progress is None:
-        found = ("starting", "starting") if process else ("new", "not started")
+        found = "new", "not started"
     elif fresh:
         found = "running", ""
     else:
-        why = "" if pid else " (no pid file)"
-        why = " (process is stopped: SIGSTOP)" if process in ("stopped", "tracing-stop") else why
-        found = "stale" if pid else "gone", ("stale" if age is None else f"stale {age:.0f} s") + why
+        silent = "stale" if age is None else f"stale {age:.0f} s"
+        if not pid:
+            found = "gone", f"{silent} (no pid file)"
+        elif process in ("stopped", "tracing-stop"):
+            found = "stale", f"{silent} (process is stopped: SIGSTOP)"
+        else:
+            found = "stale", silent
     s["condition"], s["message"] = found
     return s
 
@@ -1151,6 +1159,20 @@ def exit_code(s, seen_alive, waited_s):
     return 1 if known or waited_s > GRACE_S else None
 
 
+def log_line(shards, counts, over):
+    """All shards together, as --follow prints them now and then; without rates once the run is over."""
+    t = totals(shards, counts)
+    samples = "{:,}/{:,} samples ({} %)".format(*there(t), percent(t))
+    parts = [f"{len(shards)} shard{plural(len(shards))}", ", ".join([samples, *left_out(t)])]
+    if not over:
+        parts += [f"{t['rate_per_sec']:,.1f} samples/s", f"{t['tokens_per_sec']:,.0f} tokens/s",
+                  f"eta {span(t['eta_hours'], 3600)}"]
+    uploads = f"uploads {t['pending_uploads']:,} pending"
+    if t["failed_uploads"]:
+        uploads += f", {t['failed_uploads']:,} failed"
+    return " | ".join([*parts, uploads])
+
+
 def follow(args, work, console, live):
     """Shows progress until every shard has ended, then how each did; returns the worst of their codes."""
     begun = last_line = time.monotonic()
@@ -1173,14 +1195,8 @@ def follow(args, work, console, live):
                     told[s["shard"]] = s["state"], s["condition"]
                     print(clock, f"shard {s['shard']}: {s['message'] or doing(s)}", flush=True)
             if over or now - last_line >= FOLLOW_LINE_S:
-                last_line, t = now, totals(shards, read_plan(work)["counts"])
-                failed = f", {t['failed_uploads']:,} failed" if t["failed_uploads"] else ""
-                speed = () if over else (
-                    f"{t['rate_per_sec']:,.1f} samples/s", f"{t['tokens_per_sec']:,.0f} tokens/s",
-                    f"eta {span(t['eta_hours'], 3600)}")
-                print(f"{clock} {count} shard{plural(count)}",
-                      ", ".join(["{:,}/{:,} samples ({} %)".format(*there(t), percent(t)), *left_out(t)]),
-                      *speed, f"uploads {t['pending_uploads']:,} pending{failed}", sep=" | ", flush=True)
+                last_line = now
+                print(clock, log_line(shards, read_plan(work)["counts"], over), flush=True)
         if over:
             break
         time.sleep(1.0 if console.is_terminal else 0.5)
