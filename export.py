@@ -513,26 +513,7 @@ class Export:
         self.keys, self.done = output.sizes("batches/", "head."), self.to / ".export/done"
         if lack := lacks(kind, algorithm, manifest, self.keys):
             raise Refused(f"{kind} {algorithm} needs {lack}")
-        try:
-            for folder in (self.done, self.to / "hidden_states" if kind == "speculators" else self.to):
-                folder.mkdir(parents=True, exist_ok=True)
-            self.lock = open(self.done.parent / "lock", "w")
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Refused(f"--to {to}: another export is writing there") from None
-        except OSError as e:
-            raise Refused(f"--to {to} cannot be written ({e.strerror}): give another directory") from None
-        if (self.to / "manifest.json").exists():
-            raise Refused(f"--to {to} holds an output of extract.py: give another directory")
-        own = self.done.parent / "export.json"
-        what = {"format": kind, "algorithm": algorithm, "fingerprint": manifest["fingerprint"]}
-        if own.exists() and (was := json.loads(own.read_text())) != what:
-            raise Refused(f"--to {to} holds another export, {was}: give another directory")
-        if own.exists():  # an export that was killed may have left these
-            for tmp in (*self.to.glob("row_*.tmp"), *self.to.glob("hidden_states/hs_*.tmp"),
-                        *self.done.glob("*.tmp")):
-                tmp.unlink()
-        write_json(own, what)
+        self.claim(to)
         self.index, self.there = self.read_index(), batches(self.keys)
         self.todo = sorted(self.there - {int(f.stem) for f in self.done.glob("*.parquet")})
         used = set(self.marks(["number"])["number"].to_pylist()) if len(self.todo) < len(self.there) else ()
@@ -544,6 +525,31 @@ class Export:
         self.norm, text = self.head() if "head.safetensors" in self.keys else (None, {})
         name, config = configuration(kind, algorithm, manifest, self.to, text)
         write_json(self.to / name, config)
+
+    def claim(self, to):
+        """Makes TO this export's alone, without what a killed one left half-written there. Raises Refused."""
+        from warmup import Refused
+        try:
+            for folder in (self.done, self.to / "hidden_states" if self.kind == "speculators" else self.to):
+                folder.mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.done.parent / "lock", "w")
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(f"--to {to}: another export is writing there") from None
+        except OSError as e:
+            raise Refused(f"--to {to} cannot be written ({e.strerror}): give another directory") from None
+        if (self.to / "manifest.json").exists():
+            raise Refused(f"--to {to} holds an output of extract.py: give another directory")
+        own = self.done.parent / "export.json"
+        what = {"format": self.kind, "algorithm": self.algorithm,
+                "fingerprint": self.manifest["fingerprint"]}
+        if own.exists() and (was := json.loads(own.read_text())) != what:
+            raise Refused(f"--to {to} holds another export, {was}: give another directory")
+        if own.exists():  # an export that was killed may have left these
+            for tmp in (*self.to.glob("row_*.tmp"), *self.to.glob("hidden_states/hs_*.tmp"),
+                        *self.done.glob("*.tmp")):
+                tmp.unlink()
+        write_json(own, what)
 
     @contextmanager
     def local(self, key):
