@@ -72,6 +72,9 @@ export WEB_TOKEN
 SHAPE = --model '$(MODEL)' --work '$(WORK)' --layers '$(LAYERS)' --tokens '$(TOKENS)' --max-len '$(MAX_LEN)'
 FLAGS = $(SHAPE) --data '$(DATA)' --out '$(OUT)' --stage '$(STAGE)' --uploads '$(UPLOADS)' \
         --upload-mbps '$(UPLOAD_MBPS)' --num-shards '$(GPUS)'
+EXTRACT = $(PY) extract.py $(FLAGS) $(ARGS)
+WARMUP = $(PY) warmup.py $(SHAPE) $(ARGS)
+MONITOR = $(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)'
 VENV := $(if $(filter file,$(origin PY)),$(if $(filter .venv/bin/python,$(PY)),.venv/.installed))
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -104,10 +107,10 @@ setup: $(VENV)  ## make .venv and install requirements.txt into it
 # ---- a run
 
 plan: $(VENV)  ## tokenize, fix the batches, print samples, bytes and time; no GPU, nothing into OUT
-	@CUDA_VISIBLE_DEVICES= $(PY) extract.py $(FLAGS) $(ARGS) --plan-only
+	@CUDA_VISIBLE_DEVICES= $(EXTRACT) --plan-only
 
 warmup: $(VENV)  ## compile and prove the kernels once
-	@$(PY) warmup.py $(SHAPE) $(ARGS)
+	@$(WARMUP)
 
 # A pid file alone proves nothing, since pids are reused: monitor.py looks at the process, too.
 define RUNNING
@@ -138,21 +141,21 @@ extract: $(VENV)  ## run GPUS shards in the background and follow them; Ctrl-C l
 	if (( $${#devices[@]} && $${#devices[@]} < $(GPUS) )); then
 	  echo "GPUS=$(GPUS), but only $${#devices[@]} to see ($${devices[*]}): use GPUS=$${#devices[@]}"; exit 2
 	fi
-	CUDA_VISIBLE_DEVICES= $(PY) extract.py $(FLAGS) $(ARGS) --plan-only
+	CUDA_VISIBLE_DEVICES= $(EXTRACT) --plan-only
 	echo 'warming up, minutes on a GPU for the first time: tail -f $(WORK)/logs/warmup.log'
-	CUDA_VISIBLE_DEVICES="$${devices[0]-}" $(PY) warmup.py $(SHAPE) $(ARGS) --if-needed >'$(WORK)'/logs/warmup.log 2>&1 || {
+	CUDA_VISIBLE_DEVICES="$${devices[0]-}" $(WARMUP) --if-needed >'$(WORK)'/logs/warmup.log 2>&1 || {
 	  tail -n 20 '$(WORK)'/logs/warmup.log
 	  echo 'warm-up failed, no shard was started; all of it: $(WORK)/logs/warmup.log'; exit 2
 	}
 	rm -f '$(WORK)'/progress_shard_*.json '$(WORK)'/pids/shard_*.pid '$(WORK)'/slurm.json
 	for (( i = 0; i < $(GPUS); i++ )); do
-	  CUDA_VISIBLE_DEVICES="$${devices[i]-}" setsid nohup $(PY) extract.py $(FLAGS) $(ARGS) --shard $$i \
+	  CUDA_VISIBLE_DEVICES="$${devices[i]-}" setsid nohup $(EXTRACT) --shard $$i \
 	    >>'$(WORK)'/logs/shard_$$i.log 2>&1 </dev/null 9>&- &
 	  echo $$! >'$(WORK)'/pids/shard_$$i.pid
 	done
 	exec 9>&-
 	code=0
-	$(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)' --follow --num-shards $(GPUS) || code=$$?
+	$(MONITOR) --follow --num-shards $(GPUS) || code=$$?
 	for (( n = 0; n < 50 && code != 130; n++ )); do  # their last words are out: they are about to leave
 	  [ -n "$$(running)" ] || break
 	  sleep 0.2
@@ -171,16 +174,16 @@ slurm: $(VENV)  ## the same as a job array of Slurm: a job that plans, then NODE
 	# Written by make slurm. Slurm runs it once without a task's number, to plan, then once a shard.
 	cd '$(CURDIR)' || exit
 	if [ -z "$$SLURM_ARRAY_TASK_ID" ]; then
-	  CUDA_VISIBLE_DEVICES= exec $(PY) extract.py $(FLAGS) $(ARGS) --plan-only
+	  CUDA_VISIBLE_DEVICES= exec $(EXTRACT) --plan-only
 	fi
 	# what one node compiled the next one of its kind finds, where WORK is shared
 	export TRITON_CACHE_DIR="$${TRITON_CACHE_DIR:-$$(realpath '$(WORK)')/kernels/triton}"
 	export TORCHINDUCTOR_CACHE_DIR="$${TORCHINDUCTOR_CACHE_DIR:-$$(realpath '$(WORK)')/kernels/inductor}"
 	export TILELANG_CACHE_DIR="$${TILELANG_CACHE_DIR:-$$(realpath '$(WORK)')/kernels/tilelang}"
-	$(PY) warmup.py $(SHAPE) $(ARGS) --if-needed || exit
+	$(WARMUP) --if-needed || exit
 	# a lost node's lock outlives it for a while; then exec, so that TERM reaches Python
 	flock -w 300 '$(WORK)'/pids/shard_$$SLURM_ARRAY_TASK_ID.pid true
-	exec $(PY) extract.py $(FLAGS) $(ARGS) --shards-here '$(GPUS)' --shard auto
+	exec $(EXTRACT) --shards-here '$(GPUS)' --shard auto
 	END
 	submit() { sbatch --parsable --requeue --open-mode=append --ntasks=1 --cpus-per-task=4 "$$@" $(SBATCH) '$(WORK)'/slurm.sh; }
 	plan=$$(submit --job-name=hidden-states-plan --output="$$work/logs/plan.log")
@@ -193,14 +196,14 @@ slurm: $(VENV)  ## the same as a job array of Slurm: a job that plans, then NODE
 # ---- look at it
 status:  ## how the run is: a row a shard, what holds it back, the box, one ETA
 	@$(RUNNING)
-	$(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)'
+	$(MONITOR)
 
 watch:  ## the same, redrawn
 	@$(RUNNING)
-	$(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)' --watch
+	$(MONITOR) --watch
 
 web: $(VENV)  ## a page of it with curves, and /metrics for Prometheus
-	@$(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)' --web --host '$(WEB_HOST)' --port '$(WEB_PORT)'
+	@$(MONITOR) --web --host '$(WEB_HOST)' --port '$(WEB_PORT)'
 
 logs:  ## follow the log of shard SHARD
 	@log='$(WORK)'/logs/shard_$(SHARD).log
@@ -210,7 +213,7 @@ logs:  ## follow the log of shard SHARD
 	tail -n 50 -F "$$log"
 
 snapshot: $(VENV)  ## keep how it looks now (scripts, versions, knobs, logs' ends, curves) before the next change
-	@$(PY) monitor.py --work '$(WORK)' --stage '$(STAGE)' --snapshot \
+	@$(MONITOR) --snapshot \
 	  "$$($(foreach k,$(filter-out -,$(KNOBS)),echo '$k = $(subst ','\'',$($k))';))"
 
 # ---- end it, go on, check it
@@ -257,7 +260,7 @@ restart:  ## the clean restart: stop, clean staging, keep markers, go on
 	$(MAKE) --no-print-directory $(if $(wildcard $(WORK)/slurm.json),slurm,extract)
 
 reconcile: $(VENV)  ## make the markers agree with one listing of OUT and print the difference; no GPU
-	@CUDA_VISIBLE_DEVICES= $(PY) extract.py $(FLAGS) $(ARGS) --reconcile
+	@CUDA_VISIBLE_DEVICES= $(EXTRACT) --reconcile
 
 verify: $(VENV)  ## recompute SAMPLES samples of OUT alone with plain transformers and compare
 	@[[ -n '$(OUT)' && -n '$(MODEL)' ]] || { echo 'verify: OUT= and MODEL= must be those of the run'; exit 2; }
@@ -319,7 +322,7 @@ bench: $(VENV)  ## stages, writing and planning of a tiny model on this CPU
 	@$(PY) tests/bench.py $(ARGS)
 
 test-gpu: $(VENV)  ## what only a GPU can show: fast kernels against transformers alone, compilations, short memory
-	@$(PY) -c 'import sys, torch; sys.exit(2 * (not torch.cuda.is_available()))' || { echo 'torch sees no GPU here; make test is for any machine'; exit 2; }
+	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo 'torch sees no GPU here; make test is for any machine'; exit 2; }
 	$(PY) -m pytest -q tests/test_gpu.py $(ARGS)
 
 bench-gpu: $(VENV)  ## the Qwen3.6-27B shape with random weights on one GPU, against the other ways

@@ -39,6 +39,8 @@ from monitor import say
 
 KEY = "batches/batch_{:06d}.safetensors"
 NOTE = "excluded/batch_{:06d}.json"  # {row: why}, where samples of a batch were excluded after planning
+TORCH = {"F32": "float32", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "I32": "int32", "I64": "int64",
+         "U8": "uint8"}  # safetensors' dtypes in a batch
 PASSED = Counter()  # fault points
 
 
@@ -51,9 +53,6 @@ def fault(point):
     PASSED[point] += 1
     if point == name and PASSED[point] == int(count or 1):
         os.kill(os.getpid(), signal.SIGKILL)
-
-TORCH = {"F32": "float32", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "I32": "int32", "I64": "int64",
-         "U8": "uint8"}  # safetensors' dtypes in a batch
 
 
 class OutputError(Exception):
@@ -74,10 +73,8 @@ CHILDREN = set()  # process groups of the aws commands under way
 def kill_children():
     """Ends every aws command at once; what it was uploading stays where it was."""
     for group in list(CHILDREN):
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def persist(action, attempts, abort, what):
@@ -124,7 +121,7 @@ def compare(output, planned, done):
         missing.add(batch)
         if has is not None or batch in done:
             say(f"{key} {'is not there' if has is None else f'has {has:,} bytes'}, {size:,} were planned"
-                + ": its marker goes" * (batch in done))
+                f"{': its marker goes' if batch in done else ''}")
     say(f"{output}: {len(planned) - len(missing):,} of {len(planned):,} batches are whole; {len(found):,} "
         f"markers added, {len(missing & done.keys()):,} dropped")
     return found, missing
@@ -270,9 +267,12 @@ class S3(Local):
             try:
                 while p.poll() is None and not how:
                     time.sleep(0.05)
-                    fault("uploading") if args[:2] == ("s3", "cp") else None
-                    how = f"ended after {deadline:.0f} s" if time.monotonic() > end else None
-                    how = "stopped" if self.abort.is_set() else how
+                    if args[:2] == ("s3", "cp"):
+                        fault("uploading")
+                    if self.abort.is_set():
+                        how = "stopped"
+                    elif time.monotonic() > end:
+                        how = f"ended after {deadline:.0f} s"
                 if how and p.poll() is None:
                     os.killpg(p.pid, signal.SIGINT)  # aws takes its multipart upload back
                     p.wait(6)
@@ -307,12 +307,11 @@ class S3(Local):
                 raise
 
     def put(self, path, key, size, deadline):
-        url = f"s3://{self.bucket}/{self.prefix}{key}"
-        self.aws("s3", "cp", str(path), url, "--only-show-errors", deadline=deadline)
+        self.aws("s3", "cp", str(path), f"{self}/{key}", "--only-show-errors", deadline=deadline)
         there = self.api("head-object", "--key", self.prefix + key, "--query", "ContentLength", "--output",
                          "text").decode().strip()
         if there != str(size):  # exit code 0 alone proves nothing
-            raise OutputError(f"{url} has {there} bytes after its upload, {size} were planned")
+            raise OutputError(f"{self}/{key} has {there} bytes after its upload, {size} were planned")
 
     def sizes(self, *starts):
         found = {}
@@ -517,8 +516,24 @@ class Export:
         self.keys, self.done = output.sizes("batches/", "head."), self.to / ".export/done"
         if lack := lacks(kind, algorithm, manifest, self.keys):
             raise Refused(f"{kind} {algorithm} needs {lack}")
+        self.claim(to)
+        self.index, self.there = self.read_index(), batches(self.keys)
+        self.todo = sorted(self.there - {int(f.stem) for f in self.done.glob("*.parquet")})
+        used = set(self.marks(["number"])["number"].to_pylist()) if len(self.todo) < len(self.there) else ()
+        self.numbers = (n for n in itertools.count() if n not in used)
+        width = 2 * manifest["hidden_size"] * (len(manifest["layers"]) + manifest["final"]) + 40
+        need = sum(length for batch in self.todo for _, _, length in self.index[batch]) * width
+        if (free := shutil.disk_usage(self.to).free) < need:
+            raise Refused(f"--to {to} has {free / 1e9:,.1f} GB of room, {need / 1e9:,.1f} are needed")
+        self.norm, text = self.head() if "head.safetensors" in self.keys else (None, {})
+        name, config = configuration(kind, algorithm, manifest, self.to, text)
+        write_json(self.to / name, config)
+
+    def claim(self, to):
+        """Makes TO this export's alone, without what a killed one left half-written there. Raises Refused."""
+        from warmup import Refused
         try:
-            for folder in (self.done, self.to / "hidden_states" if kind == "speculators" else self.to):
+            for folder in (self.done, self.to / "hidden_states" if self.kind == "speculators" else self.to):
                 folder.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.done.parent / "lock", "w")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -529,24 +544,15 @@ class Export:
         if (self.to / "manifest.json").exists():
             raise Refused(f"--to {to} holds an output of extract.py: give another directory")
         own = self.done.parent / "export.json"
-        what = {"format": kind, "algorithm": algorithm, "fingerprint": manifest["fingerprint"]}
+        what = {"format": self.kind, "algorithm": self.algorithm,
+                "fingerprint": self.manifest["fingerprint"]}
         if own.exists() and (was := json.loads(own.read_text())) != what:
             raise Refused(f"--to {to} holds another export, {was}: give another directory")
-        for tmp in (*self.to.glob("row_*.tmp"), *self.to.glob("hidden_states/hs_*.tmp"),
-                    *self.done.glob("*.tmp")) if own.exists() else ():  # of an export that was killed
-            tmp.unlink()
+        if own.exists():  # an export that was killed may have left these
+            for tmp in (*self.to.glob("row_*.tmp"), *self.to.glob("hidden_states/hs_*.tmp"),
+                        *self.done.glob("*.tmp")):
+                tmp.unlink()
         write_json(own, what)
-        self.index, self.there = self.read_index(), batches(self.keys)
-        self.todo = sorted(self.there - {int(f.stem) for f in self.done.glob("*.parquet")})
-        used = set(self.marks("number")) if len(self.todo) < len(self.there) else ()
-        self.numbers = (n for n in itertools.count() if n not in used)
-        width = 2 * manifest["hidden_size"] * (len(manifest["layers"]) + manifest["final"]) + 40
-        need = sum(length for batch in self.todo for _, _, length in self.index[batch]) * width
-        if (free := shutil.disk_usage(self.to).free) < need:
-            raise Refused(f"--to {to} has {free / 1e9:,.1f} GB of room, {need / 1e9:,.1f} are needed")
-        self.norm, text = self.head() if "head.safetensors" in self.keys else (None, {})
-        name, config = configuration(kind, algorithm, manifest, self.to, text)
-        write_json(self.to / name, config)
 
     @contextmanager
     def local(self, key):
@@ -555,9 +561,8 @@ class Export:
             yield self.output.root / key
             return
         path = self.done / f"{Path(key).name}.tmp"
-        source = f"s3://{self.output.bucket}/{self.output.prefix}{key}"
         try:
-            self.output.aws("s3", "cp", source, str(path), "--only-show-errors",
+            self.output.aws("s3", "cp", f"{self.output}/{key}", str(path), "--only-show-errors",
                             deadline=60 + self.keys.get(key, 0) / 5e6)
             yield path
         finally:
@@ -646,11 +651,10 @@ class Export:
         write_whole(self.done / f"{batch:06d}.parquet", lambda tmp: pq.write_table(table, tmp))
         return len(mark)
 
-    def marks(self, *columns):
-        """These columns of the marks of what is done; of a single one, a list."""
+    def marks(self, columns):
+        """These columns of the marks of what is done, a table."""
         import pyarrow.parquet as pq
-        table = pq.read_table(sorted(self.done.glob("*.parquet")), columns=list(columns))
-        return table if len(columns) > 1 else table[0].to_pylist()
+        return pq.read_table(sorted(self.done.glob("*.parquet")), columns=columns)
 
     def data_set(self):
         """Makes TO what `datasets` loads: tokens and masks, in the order of the numbers."""
@@ -658,7 +662,7 @@ class Export:
         features = {name: {"feature": {"dtype": kind, "_type": "Value"}, "_type": "List"}
                     for name, kind in (("input_ids", "int32"), ("loss_mask", "int8"))}
         features["seq_len"] = {"dtype": "int64", "_type": "Value"}
-        table = self.marks("number", *features).sort_by("number")
+        table = self.marks(["number", *features]).sort_by("number")
         table = table.filter([n.as_py() >= 0 for n in table["number"]]).select(list(features))
         table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
 
@@ -707,7 +711,7 @@ def export(a, abort):
         raise OutputError(f"{x.output} has no batch yet: run the same command when it has")
     if a.format == "speculators":
         x.data_set()
-    why = Counter(x.marks("why"))
+    why = Counter(x.marks(["why"])["why"].to_pylist())
     print(f"{why.pop(None, 0):,} samples are in {x.to} for {a.format} {a.algorithm}, left out: {dict(why)}")
     if len(x.there) < (planned := x.manifest["counts"]["batches"]):
         print(f"{len(x.there):,} of {planned:,} batches were there: the same command adds the others")

@@ -687,7 +687,7 @@ def write_batch(o, plan, stage, uploads, progress, stop, batch, slot, too_large)
     while not (f := stage.reserve(path.with_suffix(".tmp"), total)):
         if progress.wait_for_room(True):
             say(f"waiting for room: {stage.dir.parent} is above the brake"
-                + ", with other files than this run's" * (not any(stage.dir.glob("batch_*"))))
+                + ("" if any(stage.dir.glob("batch_*")) else ", with other files than this run's"))
         if stop.wait(0.2) or uploads.fatal:
             return slot  # nothing of it was written: the next start computes it again
         if uploads.failed and not uploads.pending:

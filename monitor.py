@@ -45,6 +45,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import psutil
@@ -129,16 +130,16 @@ def estimate(plan, work, stage, shards):
     yield (f"plan {plan.fingerprint}: {c['samples']:,} samples, {c['tokens']:,} tokens, "
            f"{c['supervised']:,} of them supervised, {c['turns_lost']:,} turns not located")
     if c["skipped"]:
-        yield (f"{c['skipped']:,} sample{'s' * (c['skipped'] != 1)} skipped {c['skipped_by_reason']}: "
+        yield (f"{c['skipped']:,} sample{plural(c['skipped'])} skipped {c['skipped_by_reason']}: "
                f"{work / 'plan' / 'skipped.jsonl'}")
-    yield f"layers {plan.layers}{' and the final state' * plan.final}: {plan.convention}"
+    yield f"layers {plan.layers}{' and the final state' if plan.final else ''}: {plan.convention}"
     yield (f"{c['batches']:,} batches, {c['tokens'] / c['batches'] / plan.tokens:.1%} of {plan.tokens:,} "
            f"tokens full: {c['bytes'] / 1e9:,.2f} GB ({c['bytes'] / c['tokens']:,.0f} bytes a token) "
            f"into {plan.out}")
     yield (f"{stage.capacity() / 1e9:,.2f} GB of room in {stage.dir.parent}, up to "
            f"{c['largest'] / 1e9:.3f} GB a batch")
     whence = "as warm-up measured" if measured else "assumed, Qwen3.6-27B on one H200; `make warmup` measures"
-    yield (f"{span(max(1, c['tokens'] / rate / shards))} with {shards} shard{'s' * (shards != 1)}, "
+    yield (f"{span(max(1, c['tokens'] / rate / shards))} with {shards} shard{plural(shards)}, "
            f"at {rate:,.0f} tokens/s each ({whence})")
 
 
@@ -168,13 +169,14 @@ class Progress(threading.Thread):
             now.update(new)
             while self.events and not t - 60 <= self.events[0][0] <= t:  # gone by, or a clock was set back
                 self.events.popleft()
-            span = min(60.0, max(1.0, t - (self.began or t)))
-            rates = [sum(event[i] for event in self.events) / span for i in range(1, 6)]
+            seconds = min(60.0, max(1.0, t - (self.began or t)))
+            rates = [sum(event[i] for event in self.events) / seconds for i in range(1, 6)]
             rates[3:] = min(1, rates[3]), min(1, rates[4])
-            now.update({key: round(rate, 3) for key, rate in zip(RATES, rates)}, updated_at=t,
-                       eta_hours=round(self.left / rates[1] / 3600, 4) if rates[1] else None)
+            now.update({key: round(rate, 3) for key, rate in zip(RATES, rates)}, updated_at=t, eta_hours=None)
             if self.plan and not self.left:
                 now["eta_hours"] = 0.0
+            elif rates[1]:
+                now["eta_hours"] = round(self.left / rates[1] / 3600, 4)
             if self.shut:
                 now["waited_for_room_s"], self.shut = round(now["waited_for_room_s"] + t - self.shut, 2), t
             if self.uploads:
@@ -228,13 +230,16 @@ class Progress(threading.Thread):
 
     def wait_for_room(self, waiting):
         """The writer waits for room in staging, or no longer does. Returns whether that is news."""
-        news = bool(self.shut) != waiting
-        if news:
-            with self.lock:
-                self.shut = self.shut or time.time()
-                self.set(state="waiting_for_room" if waiting else "running")
-                self.shut = self.shut if waiting else None
-        return news
+        if bool(self.shut) == waiting:
+            return False
+        with self.lock:
+            if waiting:
+                self.shut = time.time()
+                self.set(state="waiting_for_room")
+            else:
+                self.set(state="running")  # counts the wait up to now
+                self.shut = None
+        return True
 
     def line(self):
         """What a shard's log says now and then."""
@@ -288,28 +293,34 @@ def pid_of(file):
 
 
 def process_state(pid, work):
-    """The state letter of a process that runs extract.py on this work directory ('T': SIGSTOP), else ''."""
+    """psutil's word for the state of a process that runs extract.py on this work directory, '' for any other,
+    for a zombie, and without a pid."""
+    if not pid:
+        return ""
     try:
-        args = Path(f"/proc/{pid}/cmdline").read_text(errors="surrogateescape").split("\0")
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
+        process = psutil.Process(pid)
+        args, state = process.cmdline(), process.status()
+    except psutil.Error:
         return ""
     theirs = "work"
-    for arg, following in zip(args, args[1:]):
-        theirs = following if arg == "--work" else arg[7:] if arg.startswith("--work=") else theirs
+    for arg, following in zip(args, [*args[1:], ""]):
+        if arg == "--work":
+            theirs = following
+        elif arg.startswith("--work="):
+            theirs = arg.removeprefix("--work=")
     try:
-        theirs = os.path.realpath(os.path.join(f"/proc/{pid}/cwd", theirs))
-    except OSError:  # another user's process: take it to stand where we do
-        theirs = os.path.realpath(theirs)
-    ours = any(os.path.basename(arg) == "extract.py" for arg in args) and theirs == os.path.realpath(work)
-    return state if ours else ""  # (a zombie has no command line)
+        theirs = os.path.join(process.cwd(), theirs)
+    except psutil.Error:  # another user's process: take it to stand where we do
+        pass
+    ours = any(os.path.basename(arg) == "extract.py" for arg in args)
+    return state if ours and os.path.realpath(theirs) == os.path.realpath(work) else ""
 
 
 def read_shard(work, shard):
     """One shard's progress, cleaned of wrong types, with pid, alive, age_s, condition and message."""
     # The process first, its progress second: what a process that is gone has left is then its last word.
     pid = pid_of(work / "pids" / f"shard_{shard}.pid")
-    process = process_state(pid, work) if pid else ""
+    process = process_state(pid, work)
     path = work / f"progress_shard_{shard}.json"
     progress = read_json(path)
     if (progress or {}).get("host", os.uname().nodename) != os.uname().nodename:  # its pid says nothing here
@@ -326,21 +337,29 @@ def read_shard(work, shard):
     over = end in (*ENDS.values(), "failed")
     s["alive"] = bool(process) if pid else fresh and not over
 
-    if over:
+    if end == "done":
+        found = "done", ""
+    elif over:
         unsaid = "the same command goes on" if end == "stopped" else "no error recorded"
-        found = end, f"{end}: {clean(s['error']) or unsaid}" if end != "done" else ""
+        found = end, f"{end}: {clean(s['error']) or unsaid}"
     elif pid and not process:
         found = "gone", f"pid {pid} is gone: it ended without a word (killed? out of memory?)"
     elif progress is None and os.path.exists(path):
         found = "unreadable", f"unreadable: {path} is not a JSON object"
+    elif progress is None and process:
+        found = "starting", "starting"
     elif progress is None:
-        found = ("starting", "starting") if process else ("new", "not started")
+        found = "new", "not started"
     elif fresh:
         found = "running", ""
     else:
-        why = "" if pid else " (no pid file)"
-        why = " (process is stopped: SIGSTOP)" if process in ("T", "t") else why
-        found = "stale" if pid else "gone", ("stale" if age is None else f"stale {age:.0f} s") + why
+        silent = "stale" if age is None else f"stale {age:.0f} s"
+        if not pid:
+            found = "gone", f"{silent} (no pid file)"
+        elif process in ("stopped", "tracing-stop"):
+            found = "stale", f"{silent} (process is stopped: SIGSTOP)"
+        else:
+            found = "stale", silent
     s["condition"], s["message"] = found
     return s
 
@@ -369,6 +388,16 @@ def with_slurm(s, job):
     if job and not s["alive"] and (job["state"] != "RUNNING" or (s["updated_at"] or 0) < job["since"]):
         s["condition"] = s["message"] = "starting" if job["state"] == "RUNNING" else "pending"
     return s
+
+
+def queue_in_words(jobs):
+    """How many tasks are in which state, and where: PENDING (Dependency): 3; '' for none."""
+    tasks = collections.Counter()
+    for shard, job in jobs.items():
+        whose = "the plan's " if shard < 0 else ""
+        where = f"on {job['node']}" if job["node"] else f"({job['reason']})"
+        tasks[f"{whose}{job['state']} {where}"] += 1
+    return "; ".join(f"{what}: {n}" for what, n in tasks.items())
 
 
 def count_shards(work):
@@ -407,10 +436,7 @@ def read_run(work, stage, num_shards=None, jobs=None):
     planned = number((read_json(work / "slurm.json") or {}).get("shards"), 0)
     count, jobs = num_shards or max(count_shards(work), int(min(planned, MAX_SHARDS))), jobs or {}
     shards = [with_slurm(read_shard(work, i), jobs.get(i)) for i in range(count)]
-    tasks = collections.Counter("the plan's " * (i < 0) + job["state"] + (
-        f" on {job['node']}" if job["node"] else f" ({job['reason']})") for i, job in jobs.items())
-    words = "; ".join(f"{what}: {n}" for what, n in tasks.items())
-    words = words or f"nothing of this run is queued; logs: {work}/logs"
+    queue = queue_in_words(jobs) or f"nothing of this run is queued; logs: {work}/logs"
     conditions = {s["condition"] for s in shards}
     state = ("done" if conditions == {"done"} else "running" if conditions & set(LIVE) else
              "failed" if conditions & set(BROKEN) else "stopped")
@@ -421,7 +447,7 @@ def read_run(work, stage, num_shards=None, jobs=None):
             "out": clean(plan.get("out")) or None, "num_shards": len(shards),
             "skipped_by_reason": {clean(why): n for why, n in reasons if number(n)},
             **totals(shards, plan["counts"]), "shards": shards, "box": read_box(stage),
-            "slurm": words if planned else None}
+            "slurm": queue if planned else None}
 
 
 def read_gpus():
@@ -484,7 +510,7 @@ def record(work, stage, num_shards):
                     file.write(json.dumps(point(read_run(work, stage, num_shards))) + "\n")
                 lines += 1
             except OSError as e:
-                print(f"{path} was not written: {e}", flush=True)
+                say(f"{path} was not written: {e}")
             time.sleep(RECORD_S)
 
 
@@ -557,54 +583,73 @@ def ended_within(shards):
     return f"; shards ended within {span(max(ends) - min(ends))} of each other" if len(ends) > 1 else ""
 
 
+def bottleneck(spent, covered, output, model):
+    """(the name of what holds the run back or None, a clause that says it) from `time_spent` of the points of
+    the last `covered` seconds; output and model: what OUT and the forward pass are called."""
+    over = f"of the last {round(covered / 60)} minutes" if covered > 90 else f"of the last {covered:.0f} s"
+    share = {name: f"{100 * part:.0f} %" for name, part in spent.items()}
+    if spent["planning"] >= 0.5:
+        return "planning", f"getting ready: planning, loading and warming up took {share['planning']} {over}"
+    if spent["upload"] >= 0.1:  # whoever waits for the next stage is not the slowest
+        return "upload", f"{output} is the bottleneck: extraction waited {share['upload']} {over}"
+    if max(spent["gpu"], spent["host"]) < 0.5:
+        return None, (f"nothing is busy half of the time ({model} {share['gpu']}, copying and writing "
+                      f"{share['host']}): look at CPU system time and the logs")
+    if spent["gpu"] >= spent["host"]:
+        return "gpu", f"{model} is the bottleneck: it was busy {share['gpu']} {over}"
+    return "host", f"copying and writing on the host is the bottleneck: it took {share['host']} {over}"
+
+
+def sentence(status, output, wrong, cause):
+    """The summary: how many shards run, which are in trouble (`wrong`), and, while any runs, the `cause` of
+    its speed; or how the run ended."""
+    each, total = collections.Counter(s["condition"] for s in status["shards"]), status["num_shards"]
+    if not total:
+        tokenizing = process_state(pid_of(Path(status["work"], "pids", ".plan")), status["work"])
+        return "Planning: the data is being tokenized" if tokenizing else "No shard has been started here"
+    if status["state"] == "done":
+        named = " (manifest.json names those)" if status["excluded"] else ""
+        return (f"Done: {there(status)[0]:,} samples in {status['batch']:,} batches, all in {output}; "
+                f"{', '.join(left_out(status)) or '0 skipped'}{named}{ended_within(status['shards'])}")
+    if status["state"] in ("stopped", "failed"):
+        ends = ", ".join(f"{n} {condition}" for condition, n in each.items())
+        mend = "mend the cause, then " if wrong else ""
+        command = "make slurm" if status["slurm"] else "make extract"
+        return f"Not running: {ends}; {mend}the same {command} goes on"
+    parts = [f"{each['running']} of {total} shard{plural(total)} running"]
+    if each["pending"]:
+        parts.append(f"{each['pending']} pending in Slurm")
+    if each["stopped"]:
+        parts.append(f"{each['stopped']} stopped")
+    parts += wrong[:3]
+    if len(wrong) > 3:
+        parts.append(f"{len(wrong) - 3} more in trouble")
+    if not each["running"]:
+        return ", ".join(parts)
+    return f"{', '.join(parts)}{';' if wrong else ','} {cause}"
+
+
 def judged(status, points):
     """Adds `time_spent`, `bottleneck`, `summary` and `worry` (none some much), from the last 10 minutes."""
     newest = points[-1]["t"] if points else 0
-    points = [p for p in points if p["t"] >= newest - WINDOW_S and abs(time.time() - newest) < 60]
-    (spent, seconds), covered = time_spent(points), points[-1]["t"] - points[0]["t"] if points else 0
-    over = f"of the last {round(covered / 60)} minutes" if covered > 90 else f"of the last {covered:.0f} s"
-    share = {name: f"{100 * part:.0f} %" for name, part in spent.items()}
+    fresh = abs(time.time() - newest) < 60
+    points = [p for p in points if fresh and p["t"] >= newest - WINDOW_S]
+    spent, seconds = time_spent(points)
     output = "S3" if (status["out"] or "").startswith("s3://") else "OUT"
-    model = "the GPU" if status["box"]["gpus"] else "the forward pass (no GPU)"
-    name = (None if seconds < 20 else "planning" if spent["planning"] >= 0.5 else
-            "upload" if spent["upload"] >= 0.1 else  # whoever waits for the next stage is not the slowest
-            max(("gpu", "host"), key=spent.get) if max(spent.values()) >= 0.5 else None)
-    words = {
-        "planning": f"getting ready: planning, loading and warming up took {share['planning']} {over}",
-        "upload": f"{output} is the bottleneck: extraction waited {share['upload']} {over}",
-        "gpu": f"{model} is the bottleneck: it was busy {share['gpu']} {over}",
-        "host": f"copying and writing on the host is the bottleneck: it took {share['host']} {over}",
-        None: f"nothing is busy half of the time ({model} {share['gpu']}, copying and writing "
-              f"{share['host']}): look at CPU system time and the logs"}[name]
-    shards, total = status["shards"], status["num_shards"]
-    running, each = [s for s in shards if s["condition"] == "running"], collections.Counter(
-        s["condition"] for s in shards)
-    wrong = [f"shard {s['shard']} {ILL[s['condition']]}" for s in shards if s["condition"] in ILL]
+    running = [s for s in status["shards"] if s["condition"] == "running"]
+    wrong = [f"shard {s['shard']} {ILL[s['condition']]}" for s in status["shards"] if s["condition"] in ILL]
     if running and not wrong and all(s["state"] == "draining" for s in running):
-        name, words = "upload", f"all is computed, {status['pending_uploads']:,} uploads to {output} are left"
+        name, cause = "upload", f"all is computed, {status['pending_uploads']:,} uploads to {output} are left"
     elif seconds < 20:
-        words = "too early to name a bottleneck"
-    how = ", ".join([f"{len(running)} of {total} shard{'s' * (total != 1)} running",
-                     *[f"{each['pending']} pending in Slurm"] * bool(each["pending"]),
-                     *[f"{each['stopped']} stopped"] * bool(each["stopped"]),
-                     *wrong[:3], *[f"{len(wrong) - 3} more in trouble"] * (len(wrong) > 3)])
-    if not shards:
-        tokenizing = process_state(pid_of(Path(status["work"], "pids", ".plan")), status["work"])
-        how = "planning: the data is being tokenized" if tokenizing else "no shard has been started here"
-    elif status["state"] == "done":
-        how = (f"done: {there(status)[0]:,} samples in {status['batch']:,} batches, all in {output}; "
-               f"{', '.join(left_out(status)) or '0 skipped'}"
-               + " (manifest.json names those)" * bool(status["excluded"]) + ended_within(shards))
-    elif running:
-        how += f"{';' if wrong else ','} {words}"
-    elif status["state"] in ("stopped", "failed"):
-        how = (f"not running: {', '.join(f'{n} {condition}' for condition, n in each.items())}; "
-               + "mend the cause, then " * bool(wrong)
-               + f"the same make {'slurm' if status.get('slurm') else 'extract'} goes on")
-    halted = each["stopped"] or status["state"] == "stopped"
-    worry = "much" if wrong else "some" if halted or running and name == "upload" else "none"
-    return status | {"time_spent": spent, "bottleneck": name if running else None, "worry": worry,
-                     "summary": how[0].upper() + how[1:]}
+        name, cause = None, "too early to name a bottleneck"
+    else:
+        model = "the GPU" if status["box"]["gpus"] else "the forward pass (no GPU)"
+        name, cause = bottleneck(spent, points[-1]["t"] - points[0]["t"], output, model)
+    name = name if running else None
+    halted = status["state"] == "stopped" or any(s["condition"] == "stopped" for s in status["shards"])
+    worry = "much" if wrong else "some" if halted or name == "upload" else "none"
+    return status | {"time_spent": spent, "bottleneck": name, "worry": worry,
+                     "summary": sentence(status, output, wrong, cause)}
 
 
 def look(args, last_bytes=1 << 20):
@@ -627,6 +672,11 @@ def span(value, unit_s=1, parts=2):
     return " ".join(f"{n} {unit}" for n, unit in units[:parts])
 
 
+def plural(n):
+    """The ending of a noun after a number."""
+    return "" if n == 1 else "s"
+
+
 def there(s):
     """(samples that are in OUT, those that will be): without what planning skipped and what was excluded."""
     return max(0, s["processed"] - s["excluded"]), max(0, s["total"] - s["skipped"] - s["excluded"])
@@ -641,6 +691,11 @@ def percent(s):
 def left_out(s):
     """What is not among those samples, in words."""
     return [f"{s[key]:,} {key}" for key in ("skipped", "excluded") if s[key]]
+
+
+def known(value, form=""):
+    """A number in this format; a dash when it is unknown."""
+    return "—" if value is None else format(value, form)
 
 
 def gigabytes(used, total):
@@ -667,17 +722,17 @@ def problem(work, s):
 
 COLUMNS = ["shard", "state", "samples", "%", "samples\n/s", "tokens\n/s", "ETA", "skipped",
            "uploads\nqueued/\nfailed", "waited\nfor room", "GPU\nbusy", "last\nseen"]
+WIDE = ["skipped", "waited\nfor room", "GPU\nbusy"]  # columns for 100 characters and more
 
 
 def rows(status):
     """The table: a list of strings for each shard and one for the total. Rates only of what is running."""
     def row(s, name, state, running):
-        rate, tokens, busy = [s.get(key) if running else None for key in
-                              ("rate_per_sec", "tokens_per_sec", "gpu_busy")]
+        rate, tokens, eta, busy = [s.get(key) if running else None for key in
+                                   ("rate_per_sec", "tokens_per_sec", "eta_hours", "gpu_busy")]
         seen = "" if s.get("age_s") is None else f"{span(s['age_s'], parts=1)} ago"
-        return [name, state, "{:,}/{:,}".format(*there(s)), f"{percent(s)} %",
-                "—" if rate is None else f"{rate:,.1f}", "—" if tokens is None else f"{tokens:,.0f}",
-                span(s["eta_hours"] if running else None, 3600), f"{s['skipped']:,}",
+        return [name, state, "{:,}/{:,}".format(*there(s)), f"{percent(s)} %", known(rate, ",.1f"),
+                known(tokens, ",.0f"), span(eta, 3600), f"{s['skipped']:,}",
                 f"{s['pending_uploads']}/{s['failed_uploads']}", span(s["waited_for_room_s"], parts=1),
                 "—" if busy is None else f"{100 * min(1, busy):.0f} %", seen]
     out = [row(s, str(s["shard"]), doing(s), s["condition"] == "running") for s in status["shards"]]
@@ -694,17 +749,19 @@ def texts(status):
         f"ETA {span(status['eta_hours'], 3600)}"])
     problems = [f"shard {s['shard']}: {problem(status['work'], s)}" for s in status["shards"]
                 if s["message"] not in (*CALM, "not started")]
-    problems += [] if status["shards"] else [f"begin with {START}"]
-    return [headline, status["summary"]], problems, [
-        *([f"Slurm   {status['slurm']}"] if status.get("slurm") else []),
-        *(f"GPU {gpu['index']}   {gpu['name'] or 'unnamed'}   busy "
-          f"{'—' if gpu['utilisation_percent'] is None else gpu['utilisation_percent']} %   "
-          f"{gigabytes(gpu['memory_used'], gpu['memory_total'])}" for gpu in box["gpus"]),
-        f"CPU     user {box['cpu_user_percent']:.0f} %   system {box['cpu_system_percent']:.0f} %   "
-        f"of {box['cpu_count']} cores" + ("" if box["gpus"] else "   no GPU seen by NVML"),
-        f"memory  {gigabytes(box['memory_used'], box['memory_total'])}",
-        f"stage   {box['stage']}   {gigabytes(box['stage_used'], box['stage_total'])}   "
-        f"{box['stage_percent']} % used, brake at 80 %"]
+    if not status["shards"]:
+        problems.append(f"begin with {START}")
+    lines = [f"Slurm   {status['slurm']}"] if status["slurm"] else []
+    for gpu in box["gpus"]:
+        lines.append(f"GPU {gpu['index']}   {gpu['name'] or 'unnamed'}   "
+                     f"busy {known(gpu['utilisation_percent'])} %   "
+                     f"{gigabytes(gpu['memory_used'], gpu['memory_total'])}")
+    lines += [f"CPU     user {box['cpu_user_percent']:.0f} %   system {box['cpu_system_percent']:.0f} %   "
+              f"of {box['cpu_count']} cores" + ("" if box["gpus"] else "   no GPU seen by NVML"),
+              f"memory  {gigabytes(box['memory_used'], box['memory_total'])}",
+              f"stage   {box['stage']}   {gigabytes(box['stage_used'], box['stage_total'])}   "
+              f"{box['stage_percent']} % used, brake at 80 %"]
+    return [headline, status["summary"]], problems, lines
 
 
 def terminal(status, width):
@@ -713,7 +770,7 @@ def terminal(status, width):
     from rich.table import Table
     from rich.text import Text
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
-    shown = [i for i, name in enumerate(COLUMNS) if width >= 100 or name[:3] not in ("ski", "wai", "GPU")]
+    shown = [i for i, name in enumerate(COLUMNS) if width >= 100 or name not in WIDE]
     for name in (COLUMNS[i] for i in shown):
         table.add_column(name, justify="left" if name in ("shard", "state") else "right",
                          no_wrap=name != "state", min_width=8 if name == "state" else None)
@@ -776,11 +833,9 @@ def curves(points):
 
 def plot(points, path):
     """The curves as a picture, its kind by the ending of its name."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, axes = pyplot.subplots(3, 3, figsize=(16, 9), layout="constrained")
-    for axis, chart in itertools.zip_longest(axes.flat, curves(points)):
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(16, 9), layout="constrained")
+    for axis, chart in itertools.zip_longest(figure.subplots(3, 3).flat, curves(points)):
         if not chart:
             axis.set_axis_off()
             continue
@@ -795,23 +850,24 @@ def plot(points, path):
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.25)
         axis.tick_params(labelsize=8)
-        axis.legend(fontsize=7, loc="best") if 1 < len(lines) + bool(limit) <= 9 else None
+        if 1 < len(lines) + bool(limit) <= 9:
+            axis.legend(fontsize=7, loc="best")
     figure.autofmt_xdate()
     figure.savefig(path, dpi=90)
 
 
 def exposition(status):
     """(text, content type) for Prometheus. What is unknown is left out, and so are rates of dead shards."""
-    import prometheus_client as prometheus
+    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
     box, shards, families = status["box"], status["shards"], []
 
     def add(name, text, label, values):
         kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        families.append(kind(f"extract_{name}", text, labels=[label] * bool(label)))
+        families.append(kind(f"extract_{name}", text, labels=[label] if label else []))
         for which, value in values:
             if number(value) is not None:
-                families[-1].add_metric([str(which)] * bool(label), value)
+                families[-1].add_metric([str(which)] if label else [], value)
 
     for name, key in SHARD_METRICS.items():
         add(name, f"{key} of progress_shard_N.json, in base units", "shard", [
@@ -830,9 +886,7 @@ def exposition(status):
                             ("memory_size_bytes", "memory_total", 1)):
         add(f"gpu_{name}", f"{key} of NVML, in base units", "gpu",
             [(gpu["index"], gpu[key] * unit) for gpu in box["gpus"] if gpu[key] is not None])
-    registry = prometheus.CollectorRegistry()
-    registry.register(type("Status", (), {"collect": lambda self: families})())
-    return prometheus.generate_latest(registry), prometheus.CONTENT_TYPE_LATEST
+    return generate_latest(types.SimpleNamespace(collect=lambda: families)), CONTENT_TYPE_LATEST
 
 
 class Guard:
@@ -846,21 +900,25 @@ class Guard:
         from starlette.requests import HTTPConnection
         from starlette.responses import PlainTextResponse, RedirectResponse
         from starlette.websockets import WebSocketClose
-        answer, refusal = self.app, (
-            (401, "open /?token=TOKEN, or send Authorization: Bearer TOKEN\n") if self.token else
-            (403, "open it as http://127.0.0.1:PORT (ssh -L leads there), or start it with --token\n"))
-        if scope["type"] in ("http", "websocket"):
-            asked = HTTPConnection(scope)
+        if scope["type"] not in ("http", "websocket"):
+            return await self.app(scope, receive, send)
+        asked = HTTPConnection(scope)
+        if self.token:
             given = [asked.query_params.get("token", ""), asked.cookies.get(self.cookie, ""),
                      asked.headers.get("authorization", "").removeprefix("Bearer ")]
+            allowed = any(secrets.compare_digest(g.encode(), self.token.encode()) for g in given)
+            refusal = PlainTextResponse("open /?token=TOKEN, or send Authorization: Bearer TOKEN\n", 401)
+        else:
             host = re.sub(r":\d*$", "", asked.headers.get("host", ""))
-            if not (any(secrets.compare_digest(g.encode(), self.token.encode()) for g in given) if self.token
-                    else host in ("127.0.0.1", "localhost", "[::1]")):
-                answer = (WebSocketClose(1008) if scope["type"] == "websocket" else
-                          PlainTextResponse(refusal[1], refusal[0]))
-            elif self.token and given[0] and scope["path"] == "/":  # it does not stay in the address bar
-                answer = RedirectResponse("/", 303)
-                answer.set_cookie(self.cookie, self.token, 30 * 86400, httponly=True, samesite="strict")
+            allowed = host in ("127.0.0.1", "localhost", "[::1]")
+            refusal = PlainTextResponse("open it as http://127.0.0.1:PORT (ssh -L leads there), or start it "
+                                        "with --token\n", 403)
+        answer = self.app
+        if not allowed:
+            answer = WebSocketClose(1008) if scope["type"] == "websocket" else refusal
+        elif self.token and given[0] and scope["path"] == "/":  # it does not stay in the address bar
+            answer = RedirectResponse("/", 303)
+            answer.set_cookie(self.cookie, self.token, 30 * 86400, httponly=True, samesite="strict")
         await answer(scope, receive, send)
 
 
@@ -935,7 +993,7 @@ def web(args):
     except (OSError, OverflowError) as e:
         print(f"no page on --host {args.host} --port {args.port} (WEB_HOST= WEB_PORT=): {e}", file=sys.stderr)
         return 2
-    where, token = "127.0.0.1" if loopback else args.host, f"?token={args.token}" * bool(args.token)
+    where, token = "127.0.0.1" if loopback else args.host, f"?token={args.token}" if args.token else ""
     print(f"http://{where}:{args.port}/{token}   Ctrl-C ends the page, not the run; from elsewhere: "
           f"ssh -L {args.port}:127.0.0.1:{args.port} BOX", flush=True)
     from nicegui import app, run, ui
@@ -954,15 +1012,18 @@ def web(args):
 
     @ui.page("/")
     def page():
+        def div(kind=""):
+            return ui.element("div").classes(kind)
+
         def box(name, kind=""):
             ui.label(name).classes("caption")
             return ui.label().classes(kind)
-        div, cells, drawn = lambda kind="": ui.element("div").classes(kind), [], {}
+        cells, drawn = [], {}
         names = [name.replace("\n", " ").replace("/ ", "/").replace(" /", "/") for name in COLUMNS]
         ui.add_css(CSS)
         with ui.element("main"):
             with ui.element("header"):
-                ui.label("Hidden states").classes("name")
+                ui.label("Hidden states")
                 place = ui.label().classes("place")
                 ui.button(icon="contrast").props("flat round dense aria-label='light or dark'").on(
                     "click", js_handler="() => Quasar.Dark.toggle()")
@@ -990,23 +1051,31 @@ def web(args):
             eta = status["eta_hours"] if state in ("running", "done") else None
             speed = status["upload_bytes_per_sec"] / 1e6
             figures = (span(eta, 3600), f"{percent(status)} %", f"{status['tokens_per_sec']:,.0f}",
-                       f"{status['rate_per_sec']:,.1f}", f"{speed:,.{int(speed < 100)}f} MB/s",
+                       f"{status['rate_per_sec']:,.1f}",
+                       f"{speed:,.1f} MB/s" if speed < 100 else f"{speed:,.0f} MB/s",
                        f"{status['box']['stage_percent']:.0f} %")
             for tile, text in zip(tiles.values(), figures):
                 tile.text = text
             if len(cells) != len(shown):
-                cells.clear(), table.clear()
+                cells.clear()
+                table.clear()
                 with table:
                     with div("shard names"):
-                        [ui.label(name) for name in names]
+                        for name in names:
+                            ui.label(name)
                     for row in shown:
                         with div() as line:
                             cells.append((line, [ui.label().props(f"data-name='{name}'") for name in names]))
                 chosen.set_options([*range(max(1, status["num_shards"]))])
             for s, row, (line, labels) in zip([*status["shards"], status], shown, cells):
-                wrong = s.get("message") not in (None, *CALM)
-                kind = " bad" if wrong else " waits" if s.get("state") == "waiting_for_room" else ""
-                line.classes(replace="shard" + kind + " all" * (s is status)).style(f"--part: {percent(s)}%")
+                kind = "shard"
+                if s is status:
+                    kind = "shard all"
+                elif s["message"] not in CALM:
+                    kind = "shard bad"
+                elif s["state"] == "waiting_for_room":
+                    kind = "shard waits"
+                line.classes(replace=kind).style(f"--part: {percent(s)}%")
                 for label, text in zip(labels, row):
                     label.text = text
             for title, limit, curve in drawings:
@@ -1066,9 +1135,11 @@ def keep(args):
     kept |= {log.name: "\n".join(tail(log, 1 << 16)) for log in work.glob("logs/*.log")}
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in kept.items():
-        (folder / name).write_text(without_secrets(text) + "\n" * (not text.endswith("\n")), errors="replace")
-    plot(points, folder / "run.png") if points else None
-    print(f"kept in {folder}: status, scripts, versions, knobs, ends of logs" + ", curves" * bool(points))
+        text = text if text.endswith("\n") else text + "\n"
+        (folder / name).write_text(without_secrets(text), errors="replace")
+    if points:
+        plot(points, folder / "run.png")
+    print(f"kept in {folder}: status, scripts, versions, knobs, ends of logs{', curves' if points else ''}")
 
 
 def show(console, status, live=None):
@@ -1086,6 +1157,20 @@ def exit_code(s, seen_alive, waited_s):
         return s["exit_code"]
     known = seen_alive or (s["pid"] and s["state"])  # otherwise its launcher may still be at work
     return 1 if known or waited_s > GRACE_S else None
+
+
+def log_line(shards, counts, over):
+    """All shards together, as --follow prints them now and then; without rates once the run is over."""
+    t = totals(shards, counts)
+    samples = "{:,}/{:,} samples ({} %)".format(*there(t), percent(t))
+    parts = [f"{len(shards)} shard{plural(len(shards))}", ", ".join([samples, *left_out(t)])]
+    if not over:
+        parts += [f"{t['rate_per_sec']:,.1f} samples/s", f"{t['tokens_per_sec']:,.0f} tokens/s",
+                  f"eta {span(t['eta_hours'], 3600)}"]
+    uploads = f"uploads {t['pending_uploads']:,} pending"
+    if t["failed_uploads"]:
+        uploads += f", {t['failed_uploads']:,} failed"
+    return " | ".join([*parts, uploads])
 
 
 def follow(args, work, console, live):
@@ -1110,14 +1195,8 @@ def follow(args, work, console, live):
                     told[s["shard"]] = s["state"], s["condition"]
                     print(clock, f"shard {s['shard']}: {s['message'] or doing(s)}", flush=True)
             if over or now - last_line >= FOLLOW_LINE_S:
-                last_line, t = now, totals(shards, read_plan(work)["counts"])
-                failed = f", {t['failed_uploads']:,} failed" if t["failed_uploads"] else ""
-                speed = () if over else (
-                    f"{t['rate_per_sec']:,.1f} samples/s", f"{t['tokens_per_sec']:,.0f} tokens/s",
-                    f"eta {span(t['eta_hours'], 3600)}")
-                print(f"{clock} {count} shard{'s' * (count != 1)}",
-                      ", ".join(["{:,}/{:,} samples ({} %)".format(*there(t), percent(t)), *left_out(t)]),
-                      *speed, f"uploads {t['pending_uploads']:,} pending{failed}", sep=" | ", flush=True)
+                last_line = now
+                print(clock, log_line(shards, read_plan(work)["counts"], over), flush=True)
         if over:
             break
         time.sleep(1.0 if console.is_terminal else 0.5)
@@ -1130,7 +1209,8 @@ def follow(args, work, console, live):
         name = ENDS.get(code, "failed")
         why = ": " + problem(work, s).removeprefix(f"{name}: ") if code else ""
         print(f"shard {s['shard']} exited {code} ({name}){why}")
-    print(f"all are done{ended_within(shards)}") if not any(codes) else None
+    if not any(codes):
+        print(f"all are done{ended_within(shards)}")
     worst = min((code if code in ENDS else 1 for code in codes), key=(1, 2, 3, 0).index)
     if worst:
         print("next: " + ("" if worst == 3 else "mend what the lines above name, then ") +
@@ -1175,22 +1255,28 @@ def main():
     work = Path(args.work)
     if args.pids:
         pids = (pid_of(f) for f in sorted(work.glob("pids/shard_*.pid")))
-        print(*(pid for pid in pids if pid and process_state(pid, work)), sep="\n")
+        print(*(pid for pid in pids if process_state(pid, work)), sep="\n")
         return 0
     if not os.path.isdir(work):
         error = f"no work directory {args.work!r}: {START}   or name the run's own: make status WORK=DIR"
         if args.json:
             print(json.dumps({"error": error, "work": args.work}))
         parser.exit(2, f"{error}\n")
-    if args.snapshot is not None or args.plot:
+    if args.plot:
         points = history(work)
-        if not points and args.plot:
+        if not points:
             parser.exit(2, f"no history yet: {work / 'metrics.jsonl'} is written while shards run\n")
         try:
-            keep(args) if args.snapshot is not None else plot(points, args.plot)
+            plot(points, args.plot)
         except (OSError, ValueError) as e:  # ValueError: an ending that matplotlib does not know
-            parser.exit(2, f"cannot write {args.plot or work / 'snapshots'}: {e}\n")
-        print(f"wrote {args.plot}: {len(points):,} points") if args.plot else None
+            parser.exit(2, f"cannot write {args.plot}: {e}\n")
+        print(f"wrote {args.plot}: {len(points):,} points")
+        return 0
+    if args.snapshot is not None:
+        try:
+            keep(args)
+        except (OSError, ValueError) as e:
+            parser.exit(2, f"cannot write {work / 'snapshots'}: {e}\n")
         return 0
     if args.json:
         print(json.dumps(look(args)[0], allow_nan=False))

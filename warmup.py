@@ -94,8 +94,8 @@ def own_shard(o):
         if o.shard == "auto" and env(index):
             o.shard, o.num_shards = env(index), env(count) or o.num_shards
             if index == "SLURM_ARRAY_TASK_ID" and o.shard.isdecimal():  # an array may be 1-8, or 0-14:2
-                first, step = (int(env(f"SLURM_ARRAY_TASK_{x}", d)) for x, d in (("MIN", 0), ("STEP", 1)))
-                o.shard = str((int(o.shard) - first) // step)
+                first = int(env("SLURM_ARRAY_TASK_MIN", 0))
+                o.shard = str((int(o.shard) - first) // int(env("SLURM_ARRAY_TASK_STEP", 1)))
     if not (o.shard.isdecimal() and str(o.num_shards).isdecimal() and int(o.shard) < int(o.num_shards)):
         raise Refused(f"--shard {o.shard} of {o.num_shards}: give one below it, or auto under a scheduler: "
                       "a Slurm array without gaps, torchrun, a Kubernetes Indexed Job with --num-shards")
@@ -241,9 +241,12 @@ def layer_ids(rule, depth):
         ids = ids if isinstance(ids, list) else []
     elif re.fullmatch(r"\d+(,\d+)*", rule):
         ids = [int(i) for i in rule.split(",")]
-    elif n or rule == "eagle3":
-        ids = [1, depth // 2 - 1, depth - 4] if not n else [depth // 2] if n == 1 else [
-            round(1 + i * (depth - 4) / (n - 1)) for i in range(n)]
+    elif rule == "eagle3":
+        ids = [1, depth // 2 - 1, depth - 4]
+    elif n == 1:
+        ids = [depth // 2]
+    elif n:
+        ids = [round(1 + i * (depth - 4) / (n - 1)) for i in range(n)]
     if not ids or n > depth or not all(type(i) is int and 0 <= i < depth for i in ids):
         raise Refused(f"--layers {rule} gives {ids[:9] or 'no ids'}: the model has layers 0 to {depth - 1}. "
                       "Give ids as 1,16,31, a rule (dflash:5, eagle3), or a drafter's config with ids")
@@ -306,17 +309,22 @@ def data_files(data, but=()):
     if splits.get("splits"):
         which = " or ".join(f"{data}/{name}" for name in splits["splits"])
         raise Refused(f"--data {data} holds splits: give {which}")
-    files = [data / part["filename"] for part in state.get("_data_files", ())]  # saved by `datasets`
-    below = [] if files else [data] if data.is_file() else [
-        f for f in sorted(data.rglob("*")) if f.is_file() and not {*but} & {*f.resolve().parents}]
-    files += [f for f in below if f == data or f.suffix in (".jsonl", ".parquet")]
+    others = []
+    if state.get("_data_files"):  # saved by `datasets`
+        files = [data / part["filename"] for part in state["_data_files"]]
+    elif data.is_file():
+        files = [data]
+    else:
+        below = [f for f in sorted(data.rglob("*")) if f.is_file() and not {*but} & {*f.resolve().parents}]
+        files = [f for f in below if f.suffix in (".jsonl", ".parquet")]
+        others = [f for f in below if f.suffix not in (".jsonl", ".parquet")]
     kinds = sorted({f.suffix for f in files})
     if (not all(f.is_file() for f in files) or not sum(map(size_of, files)) or len(kinds) > 1
             or state.get("_indices_data_files")):  # in which old versions kept another order of the rows
         holds = "only empty files" if files and not any(map(size_of, files)) else kinds or "nothing"
         raise Refused(f"--data {data} holds {holds}: give JSONL, Parquet, a directory of one of "
                       "them, or what `datasets` saved, all of it and without indices")
-    if others := sorted({*below} - {*files}):
+    if others:
         names = ", ".join(f.name for f in others[:5])
         say(f"--data {data}: {len(files)} files are read, {len(others)} are not: {names}")
     return files
@@ -534,7 +542,9 @@ def swap_kernels(decoder):
             ours.plain = plain
             setattr(module, name, ours)
             used[name] = how
-    for module in decoder.modules() if fast else ():
+    if not fast:
+        return used
+    for module in decoder.modules():
         if hasattr(module, "num_v_heads"):  # skips transformers' own repeat of the key heads
             module.num_v_heads = module.num_k_heads
         if type(module) is torch.nn.Conv1d:  # channels side by side for each tap: 16 bytes a load, not 2
@@ -611,7 +621,9 @@ def prepare(extractor):
     """
     x, config, rng = extractor, extractor.decoder.config, np.random.default_rng(0)
     window, most = getattr(config, "sliding_window", None) or 0, min(x.o.max_len, x.o.tokens // 4)
-    lengths = [min(n, most) for n in (37, 5, 150)] + [window + 33] * (0 < window and window + 33 <= most)
+    lengths = [min(n, most) for n in (37, 5, 150)]
+    if 0 < window <= most - 33:
+        lengths.append(window + 33)
     probe = [rng.integers(0, config.vocab_size, n).astype(np.int32) for n in lengths]
     packs, x.packs = x.packs, False
     if packs and x.cuda:
@@ -655,15 +667,21 @@ def environment():
     return found
 
 
+def kernel_caches():
+    """{environment variable: directory} for the compilers that keep kernels: Triton, inductor, TileLang."""
+    usual = {"TRITON_CACHE_DIR": Path.home() / ".triton" / "cache",
+             "TORCHINDUCTOR_CACHE_DIR": Path(tempfile.gettempdir()),
+             "TILELANG_CACHE_DIR": Path.home() / ".tilelang" / "cache"}
+    return {name: Path(os.environ.get(name) or path) for name, path in usual.items()}
+
+
 def cache_problem():
     """Why compiled kernels could not be kept here; None where they can."""
-    home, gpu = Path.home(), torch.cuda.is_available()
-    for name, usual in (("TRITON_CACHE_DIR", home / ".triton" / "cache"),
-                        ("TORCHINDUCTOR_CACHE_DIR", Path(tempfile.gettempdir())),
-                        ("TILELANG_CACHE_DIR", home / ".tilelang" / "cache"))[:2 + gpu]:
+    for name, path in kernel_caches().items():
+        if name == "TILELANG_CACHE_DIR" and not torch.cuda.is_available():
+            continue  # only FlashQLA, on a GPU, compiles with it
         if os.environ.get(name) == "":
             return f"{name} is set, but empty: unset it, or give it a directory"
-        path = Path(os.environ.get(name) or usual)
         try:
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
@@ -726,7 +744,8 @@ def seconds(extractor, ids, slot):
     """Seconds that a batch of these samples takes, to its end."""
     began = time.time()
     extractor.batch(ids, slot)
-    torch.cuda.synchronize() if extractor.cuda else None
+    if extractor.cuda:
+        torch.cuda.synchronize()
     return time.time() - began
 
 
@@ -751,8 +770,7 @@ def search(extractor, slot, sizes):
 
 def tilelang_kernels():
     """How many kernels TileLang, FlashQLA's compiler, has on the disk."""
-    cache = Path(os.environ.get("TILELANG_CACHE_DIR") or Path.home() / ".tilelang" / "cache")
-    return sum(1 for _ in cache.rglob("executable.so"))
+    return sum(1 for _ in kernel_caches()["TILELANG_CACHE_DIR"].rglob("executable.so"))
 
 
 def second(o, work):
@@ -771,11 +789,11 @@ def second(o, work):
     prepare(extractor)
     ids = np.random.default_rng(1).integers(0, extractor.decoder.config.vocab_size, o.tokens).astype(np.int32)
     seconds(extractor, np.split(ids, range(o.max_len, o.tokens, o.max_len)), slot)
-    report["second_process"] = {
-        "load_s": round(ready - began, 2), "first_batch_s": round(time.time() - ready, 2),
-        "triton_compiled": len(missed), "tilelang_compiled": tilelang_kernels() - before,
-        "graphs_compiled": counters["inductor"]["fxgraph_cache_miss"]}
-    if any(report["second_process"][name] for name in report["second_process"] if name.endswith("_compiled")):
+    compiled = {"triton_compiled": len(missed), "tilelang_compiled": tilelang_kernels() - before,
+                "graphs_compiled": counters["inductor"]["fxgraph_cache_miss"]}
+    report["second_process"] = {"load_s": round(ready - began, 2),
+                                "first_batch_s": round(time.time() - ready, 2), **compiled}
+    if any(compiled.values()):
         say(f"WARNING: a second process compiled again ({', '.join(sorted(set(missed))) or 'graphs'}), so "
             "every shard will. Are TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR and TILELANG_CACHE_DIR kept?")
     keep(work, report)
@@ -791,9 +809,11 @@ def warm(o, work):
         return before
     for name, value in kept["environment"].items():
         print(f"  {name:24} {value}")
-    for problem in (cache_problem(), None if o.allow_slow else slow_kernels(text_config(path))):
-        if problem:
-            raise Refused(problem)
+    problem = cache_problem()
+    if not problem and not o.allow_slow:
+        problem = slow_kernels(text_config(path))
+    if problem:
+        raise Refused(problem)
     sizes = [o.tokens >> k for k in range(6) if o.tokens >> k >= o.max_len]
     automatic = o.forward_tokens == "auto"
     if automatic:  # proved at the smallest size, which fits if any does

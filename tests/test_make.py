@@ -24,11 +24,10 @@ SMALL = ["TOKENS=1024", "MAX_LEN=300", "ARGS=--compute-dtype fp32 --dtype fp32"]
 
 def make(*words, env=None, timeout=240):
     """make in the repository, with the Python that runs the tests."""
-    environment = {**(env or os.environ), "OMP_NUM_THREADS": "1", "MAKEFLAGS": ""}
     return subprocess.run(
         ["make", "--no-print-directory", f"PY={sys.executable}", *map(str, words)],
         cwd=ROOT,
-        env=environment,
+        env=env,
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -108,7 +107,7 @@ def begin(knobs, env, work):
     p = subprocess.Popen(
         ["make", "--no-print-directory", f"PY={sys.executable}", "extract", *knobs],
         cwd=ROOT,
-        env={**env, "OMP_NUM_THREADS": "1", "MAKEFLAGS": ""},
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -109,8 +109,7 @@ def squeue(env):
 
 def make(run, *words):
     command = ["make", "--no-print-directory", f"PY={run.folder}/python", *map(str, words), *run.knobs]
-    return subprocess.run(command, cwd=ROOT, env={**run.env, "MAKEFLAGS": ""}, capture_output=True, text=True,
-                          timeout=120)
+    return subprocess.run(command, cwd=ROOT, env=run.env, capture_output=True, text=True, timeout=120)
 
 
 def shards(run):
