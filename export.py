@@ -485,9 +485,11 @@ def configuration(kind, algorithm, manifest, to, text):
             "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
             "eagle_config": eagle}
     architecture = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}[algorithm]
+    if "num_hidden_layers" in text:
+        draft["num_target_layers"] = text["num_hidden_layers"]
     return "draft_config.json", draft | {
         "architectures": [architecture], "model_type": "qwen3", "num_hidden_layers": k, "block_size": 16,
-        "num_target_layers": text.get("num_hidden_layers"), "layer_types": ["full_attention"] * k,
+        "layer_types": ["full_attention"] * k,
         "dflash_config": {"target_layer_ids": layers}}
 
 

@@ -170,7 +170,7 @@ class Encoder:
     """
 
     def __init__(self, o, path, vocab_size):
-        self.o, self.path, self.vocab_size, self.tokenizer = o, path, vocab_size, None
+        self.o, self.path, self.vocab_size, self.tokenizer, self.lost = o, path, vocab_size, None, 0
         self.args = json.loads(o.template_args)
 
     def load(self):
@@ -282,6 +282,7 @@ class Encoder:
             if chat and not self.tokenizer:
                 self.load()
             ids, mask, lost = (self.chat if chat else self.pretokenized)(record)
+            self.lost += lost
             n, ids, mask = len(ids), np.array(ids[:o.max_len], np.int64), np.array(mask[:o.max_len], np.uint8)
             low, high = (ids.min(), ids.max()) if n else (0, 0)
             for wrong, reason, detail in (
@@ -304,17 +305,17 @@ def start_encoder(*args):
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 def encode_part(where, first, row, part):
-    """A part of the data -> [(row, name, ids and mask as bytes, lost turns)], [what was skipped]"""
-    good, bad = [], []
+    """A part of the data -> [(row, name, ids and mask as bytes)], [what was skipped], turns not located"""
+    good, bad, before = [], [], ENCODER.lost
     for row, line in enumerate(part, row):
         if not isinstance(line, bytes) or (line := line.removeprefix(b"\xef\xbb\xbf")).strip():
             try:
-                name, ids, mask, lost = ENCODER.encode(line)
-                good.append((row, name or str(row), ids.tobytes(), mask.tobytes(), lost))
+                name, ids, mask, _ = ENCODER.encode(line)
+                good.append((row, name or str(row), ids.tobytes(), mask.tobytes()))
             except Skip as e:
                 why = dict(zip(("reason", "detail", "id"), e.args))
                 bad.append(where | {"line": row - first + 1, "row": row} | why)
-    return good, bad
+    return good, bad, ENCODER.lost - before
 
 # --------------------------------------------------------------------------------------------------- the plan
 SAMPLE = np.dtype([("row", "i8"), ("offset", "i8"), ("length", "i4"), ("supervised", "i4"), ("batch", "i4"),
@@ -398,13 +399,14 @@ def tokenize(o, path, vocab_size, files, directory):
                 pending.append(pool.submit(job).result if pool else job)
             if not pending:
                 break
-            good, bad = pending.popleft()()
-            for row, name, ids, mask, unlocated in good:
+            good, bad, unlocated = pending.popleft()()
+            lost += unlocated
+            for row, name, ids, mask in good:
                 tokens.write(ids)
                 masks.write(mask)
                 samples.append((row, offset, len(mask), mask.count(1), 0, 0))
                 names.append(name)
-                offset, lost = offset + len(mask), lost + unlocated
+                offset += len(mask)
             out.writelines(compact(line) + "\n" for line in bad)
             skipped.update(line["reason"] for line in bad)
             bar.update(len(good) + len(bad))
@@ -419,7 +421,8 @@ def make_plan(o, path, vocab_size, files, directory, known):
         raise Refused(f"--data {o.data} changed while it was read: start again when it is whole")
     if not len(samples):
         raise Refused(f"--data {o.data}: no sample is left, {counts['skipped']} were skipped "
-                      f"{counts['skipped_by_reason']}; {directory / 'skipped.jsonl'} has a line for each")
+                      f"{counts['skipped_by_reason']}, {counts['turns_lost']} turns were not located; "
+                      f"{directory / 'skipped.jsonl'} has a line for each")
     samples["batch"] = pack(samples["length"].tolist(), o.tokens)
     order = np.argsort(samples["batch"], kind="stable")
     samples = samples[order]
@@ -633,8 +636,7 @@ class Stage:
                     fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 other.unlink()
             except BlockingIOError:
-                raise Refused(f"another WORK, or this with another --num-shards, runs through {self.dir}: "
-                              "`make stop` it, or use another --stage") from None
+                raise Refused(f"another WORK or --num-shards uses {self.dir}: give another --stage") from None
 
     def capacity(self):
         return monitor.room(self.dir.parent)[1] + sum(map(warmup.size_of, self.dir.glob("batch_*")))
@@ -796,7 +798,7 @@ def run(o, work, progress, stop):
     try:
         aws_config = work / "aws" / (f"shard_{o.shard}.config" if progress else "plan.config")
         output = open_output(o.out, aws_config, abort, o.upload_mbps / o.uploads)
-        plan = get_plan(o, work, path, output)
+        plan = persist(lambda: get_plan(o, work, path, output), 3, abort, f"OUT {o.out}: try")
         mine = range(o.shard, plan.counts["batches"], o.num_shards)
         if o.reconcile or progress and o.resume_from_output:
             batches = range(plan.counts["batches"]) if o.reconcile else mine
@@ -905,9 +907,11 @@ def main(argv=None):
             progress.set(state="stopped", exit_code=3) if progress else None
             kill_children()
             os._exit(3)
-        asked.append(signum)  # `stop` may be set by a failure, which drains, too
+        idle = not progress or not progress.left or progress.now["state"] in (
+            "planning", "loading", "warming")
+        asked.append(idle)  # `stop` may be set by a failure, which drains, too
         stop.set()
-        if not progress or progress.now["state"] in ("planning", "loading", "warming") or not progress.left:
+        if idle:
             raise Stopped("with no batch under way")
 
     for signum in (signal.SIGTERM, signal.SIGINT):  # started by a background shell, SIGINT would be ignored
@@ -935,6 +939,8 @@ def main(argv=None):
     except BaseException as e:
         say(traceback.format_exc())
         code, error = 1, f"{type(e).__name__}: {first_line(e)}"
+        if asked == [True]:  # an import which Stopped has ended gives it another name
+            code, error = 3, "with no batch under way"
     state = "done failed failed stopped".split()[code]
     say(f"{'refused' if code == 2 else state}: {error}") if error else None
     progress.set(state=state, exit_code=code, error=error) if progress else None

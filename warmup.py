@@ -248,8 +248,8 @@ def layer_ids(rule, depth):
     elif n:
         ids = [round(1 + i * (depth - 4) / (n - 1)) for i in range(n)]
     if not ids or n > depth or not all(type(i) is int and 0 <= i < depth for i in ids):
-        raise Refused(f"--layers {rule} gives {ids[:9] or 'no ids'}: the model has layers 0 to {depth - 1}. "
-                      "Give ids as 1,16,31, a rule (dflash:5, eagle3), or a drafter's config with ids")
+        raise Refused(f"--layers {rule or repr(rule)} gives {ids[:9] or 'no ids'}: the model has layers 0 to "
+                      f"{depth - 1}. Give ids as 1,16,31, a rule (dflash:5, eagle3), or a drafter's config")
     return ids
 
 
@@ -830,12 +830,13 @@ def warm(o, work):
         kept["forward_tokens_per_sec"], o.forward_tokens = search(extractor, slot, sizes[::-1])
         extractor.fill = o.forward_tokens * extractor.cuda
     kept["found_forward_tokens"], rng = o.forward_tokens, np.random.default_rng(0)
-    for name, lengths in fills(o.tokens, o.max_len).items():
+    most = o.tokens if extractor.cuda else min(o.tokens, 2048)  # a CPU compiles nothing, and takes minutes
+    for name, lengths in fills(most, o.max_len).items():
         ids = [rng.integers(0, extractor.decoder.config.vocab_size, n).astype(np.int32) for n in lengths]
         cold, hot = seconds(extractor, ids, slot), seconds(extractor, ids, slot)
         kept["fills"][name] = {"tokens": sum(lengths), "cold_s": round(cold, 3), "warm_s": round(hot, 3)}
         print(f"  {name:12} {sum(lengths):7,} tokens   cold {cold:8.2f} s   warm {hot:8.2f} s")
-        if sum(lengths) > o.tokens // 2:
+        if sum(lengths) > most // 2:
             kept["tokens_per_sec"] = round(sum(lengths) / hot, 1)
     kept["peak_gpu_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2) if extractor.cuda else None
     keep(work, kept)

@@ -124,5 +124,5 @@ def objects(folder):
 
 
 def times(folder):
-    """{name: when it was written} of an output's batches."""
-    return {f.name: f.stat().st_mtime_ns for f in (Path(folder) / "batches").iterdir()}
+    """{name: when it was written} of an output's batches, without what a server has half received."""
+    return {f.name: f.stat().st_mtime_ns for f in (Path(folder) / "batches").glob("batch_*")}

@@ -275,6 +275,13 @@ def test_reader_refuses_a_batch_of_another_run(run, tmp_path):
         HiddenStates(out)[0]
 
 
+def test_reader_refuses_a_batch_under_another_number(run, tmp_path):
+    out = shutil.copytree(run, tmp_path / "out")
+    shutil.copy(out / export.KEY.format(1), out / export.KEY.format(0))
+    with pytest.raises(export.OutputError, match="holds batch 1"):
+        HiddenStates(out)[0]
+
+
 def test_reader_refuses_a_torn_batch(run, tmp_path):
     out = shutil.copytree(run, tmp_path / "out")
     with open(out / export.KEY.format(0), "r+b") as f:

@@ -28,7 +28,7 @@ import tiny
 from export import NOTE, OutputError, open_output
 from link import Link
 from s3 import S3Server
-from shards import code, objects, until
+from shards import code, objects, times, until
 
 ROOT = Path(__file__).resolve().parent.parent
 ACCESS, SECRET = "AKIADISTINCTIVE0KEY", "distinctive/secret+of+these/tests"
@@ -415,13 +415,34 @@ def test_after_reconcile_the_run_makes_what_is_missing(mended, plain):
     assert json.loads((mended.out / "manifest.json").read_text())["complete"] is True
 
 
+@pytest.mark.parametrize("args", [[], ["--reconcile"], ["--resume-from-output"]], ids=["again", "reconcile", "resume"])
+def test_an_index_that_out_has_lost_is_written_again(new, whole, place, args):
+    run = copy(new(place.chat), whole.out)
+    index = (run.out / "index.parquet").read_bytes()
+    (run.out / "index.parquet").unlink()
+    if not args:
+        shutil.copytree(whole.work, run.work)
+        plan = json.loads((run.work / "plan/plan.json").read_text())
+        (run.work / "plan/plan.json").write_text(json.dumps(plan | {"out": str(run.out)}))
+    assert run.run(*args) == 0 and (run.out / "index.parquet").read_bytes() == index, run.log()
+
+
+def test_a_finished_run_keeps_the_record_of_what_computed_it(new, whole, place):
+    run = copy(new(place.chat), whole.out)
+    manifest = json.loads((run.out / "manifest.json").read_text())
+    (run.out / "manifest.json").write_text(json.dumps(manifest | {"gpu": "another", "versions": {"torch": "1"}}))
+    before = (run.out / "manifest.json").read_bytes()
+    assert run.run("--resume-from-output") == 0 and "manifest.json says complete" in run.log(), run.log()
+    assert (run.out / "manifest.json").read_bytes() == before
+
+
 @pytest.fixture(scope="module")
 def moved(new, whole, place):
     """Two shards start at once on a fresh machine with a half-filled OUT and an empty WORK."""
     run = copy(new(place.chat), whole.out)
     for batch in (1, 4, 5, 8, 10):
         (run.out / f"batches/batch_{batch:06d}.safetensors").unlink()
-    run.before = {f.name: f.stat().st_mtime_ns for f in (run.out / "batches").iterdir()}
+    run.before = times(run.out)
     run.codes = [code(p) for p in [run.start("--resume-from-output", shard=i, of=2) for i in (0, 1)]]
     return run
 
@@ -431,7 +452,7 @@ def test_a_run_moves_to_another_machine_with_its_command_alone(moved, plain):
 
 
 def test_a_moved_run_computes_only_what_out_lacks(moved):
-    now = {f.name: f.stat().st_mtime_ns for f in (moved.out / "batches").iterdir()}
+    now = times(moved.out)
     assert {name: now[name] for name in moved.before} == moved.before
 
 
@@ -459,7 +480,7 @@ def migrated(new, place, s3):
     for process in [process for p in processes for process in (*children(p), p)]:
         process.kill()
     run.files = s3.directory / "bucket/migrated"
-    run.before = {f.name: f.stat().st_mtime_ns for f in (run.files / "batches").iterdir()}
+    run.before = times(run.files)
     run.code = run.run("--resume-from-output")
     return run
 
@@ -471,7 +492,7 @@ def test_a_run_begun_on_a_machine_that_died_ends_on_another_as_if_undisturbed(mi
 
 def test_the_other_machine_computes_only_what_is_not_in_out(migrated):
     assert 1 < len(migrated.before) < 11 and f"{len(migrated.before)} were done, 0 staged" in migrated.log()
-    now = {f.name: f.stat().st_mtime_ns for f in (migrated.files / "batches").iterdir()}
+    now = times(migrated.files)
     assert migrated.before.items() <= now.items()
 
 
@@ -481,10 +502,11 @@ def test_staged_files_of_batches_done_elsewhere_are_removed(new, whole, place):
     (run.stage / fingerprint).mkdir()
     for name in ("batch_000001.safetensors", "batch_000001.json", "batch_000003.tmp"):
         (run.stage / fingerprint / name).write_text("of a task that now runs on another node")
+    (run.stage / fingerprint / "batch_000001.safetensors.bak").write_text("somebody's")
     for batch in (2, 7):
         (run.out / f"batches/batch_{batch:06d}.safetensors").unlink()
     assert run.run("--reconcile") == 0 and run.run(shard=0, of=2) == 0, run.log()
-    assert [f.name for f in run.stage.glob("*/batch_*")] == []
+    assert [f.name for f in run.stage.glob("*/batch_*")] == ["batch_000001.safetensors.bak"]
 
 
 FAKE = """#!/bin/sh
@@ -493,7 +515,7 @@ exec {aws} "$@"
 """
 
 
-def test_a_finished_run_in_s3_is_known_by_two_listings_alone(new, place, s3, whole):
+def test_a_finished_run_in_s3_is_known_by_three_listings_alone(new, place, s3, whole):
     run = new(place.chat, out="s3://bucket/finished", env=s3.environ())
     shutil.copytree(whole.out, s3.directory / "bucket/finished")
     (run.folder / "aws").write_text(FAKE.format(folder=run.folder, aws=Path(sys.executable).parent / "aws"))
@@ -501,7 +523,22 @@ def test_a_finished_run_in_s3_is_known_by_two_listings_alone(new, place, s3, who
     assert run.run("--resume-from-output", PATH=f"{run.folder}:{os.environ['PATH']}") == 0, run.log()
     calls = [line.split()[:2] for line in (run.folder / "args").read_text().splitlines()]
     batches = [line for line in (run.folder / "args").read_text().splitlines() if "batch_" in line]
-    assert calls.count(["s3api", "list-objects-v2"]) == 2 and not batches
+    assert calls.count(["s3api", "list-objects-v2"]) == 3 and not batches
+
+
+DEAF = """#!/bin/sh
+[ "$1" = configure ] || echo "$*" >>{folder}/args
+if [ "$1" != configure ] && [ $(wc -l <{folder}/args) -le 2 ]; then echo no answer >&2; exit 255; fi
+exec {aws} "$@"
+"""
+
+
+def test_a_start_while_s3_is_away_tries_again(new, place, s3):
+    run = new(place.few, out="s3://bucket/away", env=s3.environ())
+    (run.folder / "aws").write_text(DEAF.format(folder=run.folder, aws=Path(sys.executable).parent / "aws"))
+    (run.folder / "aws").chmod(0o755)
+    assert run.run(PATH=f"{run.folder}:{os.environ['PATH']}") == 0, run.log()
+    assert "try 2 of 3 failed: aws s3api get-object: exit code 255: no answer" in run.log()
 
 
 def test_a_listing_of_14_000_objects_is_whole(s3, monkeypatch):
@@ -522,6 +559,14 @@ def test_reconcile_is_refused_while_a_shard_runs(new, place, s3):
     markers = run.markers()
     assert run.run("--reconcile", shard=0) == 2 and "make stop" in run.log_file().read_text()
     assert process.exitcode is None and markers.items() <= run.markers().items()
+    process.kill()
+
+
+def test_shards_of_two_counts_do_not_run_side_by_side(new, place, s3):
+    run = new(place.few, out="s3://bucket/two_counts", env=s3.environ(), args=["--upload-mbps", "0.1"])
+    process = run.start(shard=0, of=1)
+    until(lambda: run.progress().get("state") in ("running", "draining"), process)
+    assert run.run(shard=1, of=2) == 2 and "another WORK or --num-shards uses" in run.log(1)
     process.kill()
 
 

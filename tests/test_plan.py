@@ -239,6 +239,14 @@ def test_other_settings_replace_a_plan_without_markers(case):
     assert case(tokens=512).tokens == 512
 
 
+def test_what_a_replaced_plan_left_in_staging_is_named(case, tmp_path, capfd):
+    left = tmp_path / "stage" / case().fingerprint
+    left.mkdir(parents=True)
+    (left / "batch_000001.safetensors").write_text("staged")
+    case(tokens=512, stage=str(tmp_path / "stage"))
+    assert f"{left} holds batches of the plan that this one replaces" in capfd.readouterr().out
+
+
 def test_other_settings_are_refused_once_there_are_markers(case, tmp_path):
     case()
     (tmp_path / "work/markers/.done_000000").write_text("{}")
@@ -391,6 +399,23 @@ def test_the_fingerprint_changes_with_a_file_of_the_model(fingerprint, place, tm
     assert fingerprint(model=copy) != fingerprint()
 
 
+@pytest.mark.parametrize("file", ["additional_chat_templates/tool_use.jinja", "special_tokens_map.json",
+                                  "added_tokens.json", "merges.txt"])
+def test_the_fingerprint_changes_with_a_file_that_a_tokenizer_may_have(fingerprint, place, tmp_path, file):
+    copy = shutil.copytree(place.model, tmp_path / "copy")
+    (copy / file).parent.mkdir(exist_ok=True)
+    seen = {fingerprint(model=copy)}
+    for text in ('{"a": "x"}', '{"a": "y"}'):
+        (copy / file).write_text(text)
+        seen.add(fingerprint(model=copy))
+    assert len(seen) == 3
+
+
+def test_the_fingerprint_does_not_change_with_spaces_in_the_template_arguments(case, tmp_path):
+    first, other = ('{"a": 1, "b": [2]}', '{ "b":[2],"a":1 }')
+    assert case(template_args=first).fingerprint == case(template_args=other, work=str(tmp_path / "w")).fingerprint
+
+
 def test_the_fingerprint_does_not_change_with_who_saved_the_config(fingerprint, place, tmp_path):
     copy = shutil.copytree(place.model, tmp_path / "copy")
     config = json.loads((copy / "config.json").read_text())
@@ -484,6 +509,22 @@ def test_every_reason_to_skip_is_counted(case, tmp_path):
     assert plan.counts["skipped_by_reason"] == dict.fromkeys(
         ["too_short", "too_long", "id_out_of_range", "nothing_supervised", "unreadable", "template_refused",
          "unsupported_content"], 1)
+
+
+def test_turns_that_are_not_located_count_in_skipped_samples_too(case, place, tmp_path):
+    model = shutil.copytree(place.model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}")
+    chat = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 3
+    plan = case(model=str(model), data=str(write_lines(tmp_path / "chat.jsonl", [*chat, READY[0]])))
+    assert (plan.counts["skipped_by_reason"], plan.counts["turns_lost"]) == ({"nothing_supervised": 3}, 3)
+
+
+@pytest.mark.parametrize("value", ["[]", '[["input_ids", [1, 2]]]', "3", "null", '"x"'])
+def test_a_line_that_is_no_object_is_unreadable_and_says_so(case, tmp_path, value):
+    data = write_lines(tmp_path / "mixed.jsonl", READY[:2])
+    data.write_text(data.read_text() + value + "\n")
+    assert case(data=str(data)).counts["skipped_by_reason"] == {"unreadable": 1}
+    assert "no JSON object" in (tmp_path / "work/plan/skipped.jsonl").read_text()
 
 
 def test_a_request_to_stop_while_planning_is_not_taken_for_a_bad_sample(case, tmp_path, monkeypatch):

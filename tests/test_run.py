@@ -449,6 +449,10 @@ def cases(new, place, s3, whole, tmp_path_factory):
     strange = shutil.copytree(place.model, folder / "strange")
     config = json.loads((strange / "config.json").read_text())
     (strange / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
+    cut, part = (shutil.copytree(place.model, folder / name) for name in ("cut", "part"))
+    weights = sorted(file.name for file in cut.glob("*.safetensors"))[-1]
+    os.truncate(cut / weights, (cut / weights).stat().st_size - 1)
+    (part / weights).unlink()
     silent = shutil.copytree(place.model, folder / "silent", ignore=shutil.ignore_patterns("*token*"))
 
     def begun():
@@ -471,6 +475,8 @@ def cases(new, place, s3, whole, tmp_path_factory):
         "missing model": (new(place.chat), ["--model", "no/such/model"], ["--model no/such/model"]),
         "model without files": (new(place.chat), ["--model", folder / "bare"], [str(folder / "bare"), "config.json"]),
         "unknown kind of model": (new(place.chat), ["--model", strange], [str(strange)]),
+        "torn weights": (new(place.chat), ["--model", cut], [str(cut / weights), "torn"]),
+        "weights of the index": (new(place.chat), ["--model", part], [str(part), weights, "not there"]),
         "model without tokenizer": (new(place.chat), ["--model", silent], [str(silent), "tokenizer"]),
         "missing data": (new("no/such.jsonl"), [], ["--data no/such.jsonl", "no such file"]),
         "empty data": (new(folder / "empty.jsonl"), [], [str(folder / "empty.jsonl")]),
@@ -493,7 +499,8 @@ def cases(new, place, s3, whole, tmp_path_factory):
     }
 
 
-NAMES = """missing model, model without files, unknown kind of model, model without tokenizer, missing data,
+NAMES = """missing model, model without files, unknown kind of model, torn weights,
+weights of the index, model without tokenizer, missing data,
 empty data, torn Parquet, several splits,
 two kinds of data, all skipped, max-len above tokens, flag out of range, unknown layers, OUT cannot be written,
 OUT through a file, missing bucket, wrong secret, no credentials, OUT of another run, WORK of another run, markers of another OUT,
@@ -535,6 +542,11 @@ def test_a_refusal_is_in_the_progress_file(refused, name):
     _, run, words = refused[name]
     p = run.progress()
     assert (p["state"], p["exit_code"]) == ("failed", 2) and all(word in p["error"] for word in words)
+
+
+@pytest.mark.parametrize("name", ["torn weights", "weights of the index"])
+def test_a_model_that_is_not_whole_leaves_out_untouched(refused, name):
+    assert not refused[name][1].out.exists()
 
 
 @pytest.mark.parametrize("name", ["OUT cannot be written", "OUT through a file", "missing bucket"])

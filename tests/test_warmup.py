@@ -1,4 +1,5 @@
 """What warm-up decides on a GPU, without one: the kernels stand in, and test_gpu.py has the real ones."""
+import json
 import os
 import subprocess
 import sys
@@ -98,3 +99,11 @@ def test_a_cache_that_cannot_be_is_refused_before_the_model_is_loaded(place, tmp
     command = [sys.executable, ROOT / "warmup.py", "--model", place.model, "--work", tmp_path / "work"]
     refused = subprocess.run(command, env=os.environ | {name: value}, text=True, capture_output=True)
     assert refused.returncode == 2 and words in refused.stdout.splitlines()[-1] and "Traceback" not in refused.stderr
+
+
+def test_on_a_cpu_the_measured_rows_are_short_whatever_a_batch_holds(place, tmp_path):
+    flags = ["--model", place.model, "--work", tmp_path, "--layers", "0", "--max-len", "300"]
+    process = subprocess.run([sys.executable, ROOT / "warmup.py", *flags], text=True, capture_output=True)
+    report = json.loads(process.stdout.splitlines()[-1])
+    assert report["tokens"] == 32768 and report["tokens_per_sec"] > 0
+    assert max(fill["tokens"] for fill in report["fills"].values()) <= 2048
