@@ -549,6 +549,11 @@ def test_a_model_that_is_not_whole_leaves_out_untouched(refused, name):
     assert not refused[name][1].out.exists()
 
 
+@pytest.mark.parametrize("name", ["OUT cannot be written", "OUT through a file", "missing bucket", "wrong secret"])
+def test_what_cannot_heal_is_tried_once(refused, name):
+    assert " of 3 failed" not in refused[name][1].log()
+
+
 @pytest.mark.parametrize("name", ["OUT cannot be written", "OUT through a file", "missing bucket"])
 def test_an_out_that_takes_nothing_is_refused_before_tokenizing(refused, name):
     assert not list((refused[name][1].work / "plan").glob("*.bin"))
