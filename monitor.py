@@ -292,9 +292,9 @@ def pid_of(file):
         return None
 
 
-def process_state(pid, work):
-    """psutil's word for the state of a process that runs extract.py on this work directory, '' for any other,
-    for a zombie, and without a pid."""
+def process_state(pid, work, word="extract.py"):
+    """psutil's word for the state of a process that runs extract.py (or has another `word` on its command
+    line) on this work directory, '' for any other, for a zombie, and without a pid."""
     if not pid:
         return ""
     try:
@@ -312,8 +312,36 @@ def process_state(pid, work):
         theirs = os.path.join(process.cwd(), theirs)
     except psutil.Error:  # another user's process: take it to stand where we do
         pass
-    ours = any(os.path.basename(arg) == "extract.py" for arg in args)
+    ours = any(os.path.basename(arg) == word for arg in args)
     return state if ours and os.path.realpath(theirs) == os.path.realpath(work) else ""
+
+
+def preparing(work):
+    """{plan, warmup, launch: pid} of what runs before the shards do: a planner, a warm-up, and the make that
+    holds WORK/.launch until it has started them all (None while it does just that)."""
+    found = {}
+    for name, script in (("plan", "extract.py"), ("warmup", "warmup.py")):
+        pid = pid_of(work / "pids" / f".{name}")
+        if process_state(pid, work, script):
+            found[name] = pid
+    try:
+        with open(work / ".launch") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        found["launch"] = pid_of(work / ".launch")
+    except OSError:
+        pass  # nobody has started one
+    return found
+
+
+def preparing_pids(work):
+    """Those processes, make first, and what they have started: a planner ends its own."""
+    found = preparing(work)
+    pids = [found.get(name) for name in ("launch", "warmup", "plan")]
+    for pid, deep in ((pids[0], False), (pids[1], True)):
+        with contextlib.suppress(psutil.Error):
+            pids += [child.pid for child in psutil.Process(pid).children(deep)] if pid else []
+    return [*dict.fromkeys(filter(None, pids))]
 
 
 def read_shard(work, shard):
@@ -1231,7 +1259,9 @@ def main():
                      help="write the table to FILE (default: STATUS.md in the work directory)")
     how.add_argument("--watch", nargs="?", const=2.0, type=float, metavar="SECONDS",
                      help="redraw every so many seconds until Ctrl-C (default: 2)")
-    how.add_argument("--pids", action="store_true", help="print the pids of the shards that run, a line each")
+    how.add_argument("--pids", nargs="?", const="shards", choices=["shards", "preparing"],
+                     help="print the pids of the shards that run, a line each; or of what prepares them: "
+                     "make extract until it has started them, planner, warm-up (default: shards)")
     how.add_argument("--follow", action="store_true",
                      help="show progress until all shards have ended; exit with the worst of their codes")
     how.add_argument("--plot", metavar="FILE", help="draw the run's curves: run.png, .svg, .pdf")
@@ -1255,7 +1285,8 @@ def main():
     work = Path(args.work)
     if args.pids:
         pids = (pid_of(f) for f in sorted(work.glob("pids/shard_*.pid")))
-        print(*(pid for pid in pids if process_state(pid, work)), sep="\n")
+        shards = (pid for pid in pids if process_state(pid, work))
+        print(*(shards if args.pids == "shards" else preparing_pids(work)), sep="\n")
         return 0
     if not os.path.isdir(work):
         error = f"no work directory {args.work!r}: {START}   or name the run's own: make status WORK=DIR"

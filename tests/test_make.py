@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from s3 import S3Server
 from shards import until
@@ -265,6 +266,56 @@ def test_stop_reaches_a_shard_that_sigstop_holds(tmp_path):
     p = make("stop", f"WORK={tmp_path / 'w'}")
     assert p.returncode == 0 and "stopped" in p.stdout, p.stdout
     held.kill()
+
+
+def begun(run, work, stage):
+    """make extract in the background, until the process of a pid file is there; that process is held."""
+    p = subprocess.Popen(["make", "--no-print-directory", f"PY={sys.executable}", "extract", *run], cwd=ROOT,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    pid = int(until(lambda: (work / stage).exists() and (work / stage).read_text(), p))
+    if stage != ".launch":
+        os.kill(pid, signal.SIGSTOP)
+    return p, pid
+
+
+@pytest.fixture(scope="module", params=[".launch", "pids/.plan", "pids/.warmup"])
+def stopped_early(inputs, tmp_path_factory, request):
+    """A run that make stop found at its very beginning, while it planned, and while it warmed up."""
+    d = tmp_path_factory.mktemp("early")
+    stage, knobs = knobs_of(inputs, d)
+    (d / "w/warmup.json").unlink()
+    p, pid = begun(knobs, d / "w", request.param)
+    again, looked = make("extract", *knobs), make("status", f"WORK={d / 'w'}")
+    stop = make("stop", f"WORK={d / 'w'}")
+    yield SimpleNamespace(work=d / "w", pid=pid, again=again, status=looked.stdout, stop=stop, code=p.wait(60),
+                          said=p.stdout.read(), at=request.param)
+    shutil.rmtree(stage, ignore_errors=True)
+
+
+def test_stop_before_the_shards_ends_what_prepares_them(stopped_early):
+    assert stopped_early.stop.returncode == 0 and "\nstopped; the same" in stopped_early.stop.stdout
+    assert not Path(f"/proc/{stopped_early.pid}").exists()
+
+
+def test_shards_do_not_start_after_a_stop_before_them(stopped_early):
+    assert stopped_early.code == 2 and "stopped before a shard was started" in stopped_early.said
+    assert not [*stopped_early.work.glob("*/shard_*")]
+
+
+def test_a_second_extract_while_the_first_prepares_is_refused(stopped_early):
+    assert stopped_early.again.returncode == 2
+    assert "under way or being started: make status" in stopped_early.again.stdout
+
+
+def test_stop_ends_the_children_of_a_warm_up(tmp_path):
+    (tmp_path / "warmup.py").write_text("import subprocess; subprocess.run(['sleep', '60'])")
+    warmup = subprocess.Popen([sys.executable, "warmup.py", "--work", "w"], cwd=tmp_path)
+    (tmp_path / "w/pids").mkdir(parents=True)
+    (tmp_path / "w/pids/.warmup").write_text(f"{warmup.pid}\n")
+    (child,) = until(lambda: psutil.Process(warmup.pid).children())
+    threading.Thread(target=warmup.wait, daemon=True).start()  # so that it does not stay a zombie
+    p = make("stop", f"WORK={tmp_path / 'w'}")
+    assert p.returncode == 0 and (not child.is_running() or child.status() == "zombie"), p.stdout
 
 
 def test_clean_shm_names_what_was_not_uploaded_and_leaves_others_alone(tmp_path):
