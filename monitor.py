@@ -59,6 +59,10 @@ WINDOW_S = 600       # the time over which a bottleneck is named
 ASSUMED_RATE = 12_600  # tokens/s of Qwen3.6-27B, layers up to 61, on one H200 (tests/BENCH.md)
 LIVE, BROKEN = ("pending", "starting", "running", "stale", "unreadable"), ("failed", "refused", "gone")
 ENDS = {0: "done", 2: "refused", 3: "stopped"}  # what exit codes mean; every other one: failed
+BEFORE = {  # what runs before shards do: the beginning of the summary is the state in words
+    "plan": "Planning: the data is being tokenized",
+    "warmup": "Warming up: kernels are compiled and proved before the shards start",
+    "launch": "Starting: no shard runs yet"}
 CALM = ("", "starting", "pending")  # messages that say nothing bad
 ILL = {"failed": "failed", "refused": "was refused", "gone": "is gone", "stale": "is silent",
        "unreadable": "cannot be read"}
@@ -320,9 +324,9 @@ def preparing(work):
     """{plan, warmup, launch: pid} of what runs before the shards do: a planner, a warm-up, and the make that
     holds WORK/.launch until it has started them all (None while it does just that)."""
     found = {}
-    for name, script in (("plan", "extract.py"), ("warmup", "warmup.py")):
+    for name, word in (("plan", "--plan-only"), ("warmup", "warmup.py")):
         pid = pid_of(work / "pids" / f".{name}")
-        if process_state(pid, work, script):
+        if process_state(pid, work, word):
             found[name] = pid
     try:
         with open(work / ".launch") as file:
@@ -632,9 +636,15 @@ def sentence(status, output, wrong, cause):
     """The summary: how many shards run, which are in trouble (`wrong`), and, while any runs, the `cause` of
     its speed; or how the run ended."""
     each, total = collections.Counter(s["condition"] for s in status["shards"]), status["num_shards"]
+    command = "make slurm" if status["slurm"] else "make extract"
+    if status["state"] != "running":
+        for name in preparing(Path(status["work"])):
+            return BEFORE[name]
     if not total:
-        tokenizing = process_state(pid_of(Path(status["work"], "pids", ".plan")), status["work"])
-        return "Planning: the data is being tokenized" if tokenizing else "No shard has been started here"
+        return "Not started: no shard has been started here"
+    if status["state"] == "done" and (n := unmarked(status)):
+        batches = f"{status['total_batches']:,} batch{plural(status['total_batches'], 'es')}"
+        return f"Not complete: {n:,} of {batches} {'has' if n == 1 else 'have'} no marker: {command} goes on"
     if status["state"] == "done":
         named = " (manifest.json names those)" if status["excluded"] else ""
         return (f"Done: {there(status)[0]:,} samples in {status['batch']:,} batches, all in {output}; "
@@ -642,7 +652,6 @@ def sentence(status, output, wrong, cause):
     if status["state"] in ("stopped", "failed"):
         ends = ", ".join(f"{n} {condition}" for condition, n in each.items())
         mend = "mend the cause, then " if wrong else ""
-        command = "make slurm" if status["slurm"] else "make extract"
         return f"Not running: {ends}; {mend}the same {command} goes on"
     parts = [f"{each['running']} of {total} shard{plural(total)} running"]
     if each["pending"]:
@@ -655,6 +664,26 @@ def sentence(status, output, wrong, cause):
     if not each["running"]:
         return ", ".join(parts)
     return f"{', '.join(parts)}{';' if wrong else ','} {cause}"
+
+
+def unmarked(status):
+    """How many of the batches that its shards say are done have no marker: `make reconcile` may have dropped
+    some since. 0 where there is no directory of markers."""
+    try:
+        with os.scandir(Path(status["work"], "markers")) as files:
+            marked = sum(file.name.startswith(".done_") for file in files)
+    except OSError:
+        return 0
+    return max(0, sum(s["total_batches"] for s in status["shards"]) - marked)
+
+
+def in_words(status):
+    """`state` for people, who also want to know what happens before shards run, and that none moves."""
+    head = status["summary"].partition(":")[0]
+    if head in ("Not started", "Not complete", *(text.partition(":")[0] for text in BEFORE.values())):
+        return head.lower()
+    moves = any(s["condition"] in ("running", "starting", "pending") for s in status["shards"])
+    return "not running" if status["state"] == "running" and not moves else status["state"]
 
 
 def judged(status, points):
@@ -674,10 +703,11 @@ def judged(status, points):
         model = "the GPU" if status["box"]["gpus"] else "the forward pass (no GPU)"
         name, cause = bottleneck(spent, points[-1]["t"] - points[0]["t"], output, model)
     name = name if running else None
-    halted = status["state"] == "stopped" or any(s["condition"] == "stopped" for s in status["shards"])
-    worry = "much" if wrong else "some" if halted or name == "upload" else "none"
-    return status | {"time_spent": spent, "bottleneck": name, "worry": worry,
-                     "summary": sentence(status, output, wrong, cause)}
+    status = status | {"time_spent": spent, "bottleneck": name,
+                       "summary": sentence(status, output, wrong, cause)}
+    halted = in_words(status) in ("stopped", "not complete") or status["state"] == "running" and any(
+        s["condition"] == "stopped" for s in status["shards"])
+    return status | {"worry": "much" if wrong else "some" if halted or name == "upload" else "none"}
 
 
 def look(args, last_bytes=1 << 20):
@@ -700,9 +730,9 @@ def span(value, unit_s=1, parts=2):
     return " ".join(f"{n} {unit}" for n, unit in units[:parts])
 
 
-def plural(n):
+def plural(n, ending="s"):
     """The ending of a noun after a number."""
-    return "" if n == 1 else "s"
+    return "" if n == 1 else ending
 
 
 def there(s):
@@ -764,7 +794,7 @@ def rows(status):
                 f"{s['pending_uploads']}/{s['failed_uploads']}", span(s["waited_for_room_s"], parts=1),
                 "—" if busy is None else f"{100 * min(1, busy):.0f} %", seen]
     out = [row(s, str(s["shard"]), doing(s), s["condition"] == "running") for s in status["shards"]]
-    return out + [row(status, "all", status["state"], status["state"] == "running")]
+    return out + [row(status, "all", in_words(status), status["state"] == "running")]
 
 
 def texts(status):
@@ -772,12 +802,12 @@ def texts(status):
     box = status["box"]
     plan = f"plan {status['fingerprint'][:12]}" if status["fingerprint"] else "no plan yet"
     headline = " | ".join([
-        status["work"], plan, status["state"], f"batches {status['batch']:,}/{status['total_batches']:,}",
+        status["work"], plan, in_words(status), f"batches {status['batch']:,}/{status['total_batches']:,}",
         *left_out(status), f"{status['staged_bytes'] / 1e9:,.1f} GB staged",
         f"ETA {span(status['eta_hours'], 3600)}"])
     problems = [f"shard {s['shard']}: {problem(status['work'], s)}" for s in status["shards"]
                 if s["message"] not in (*CALM, "not started")]
-    if not status["shards"]:
+    if in_words(status) == "not started":
         problems.append(f"begin with {START}")
     lines = [f"Slurm   {status['slurm']}"] if status["slurm"] else []
     for gpu in box["gpus"]:

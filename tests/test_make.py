@@ -307,6 +307,13 @@ def test_a_second_extract_while_the_first_prepares_is_refused(stopped_early):
     assert "under way or being started: make status" in stopped_early.again.stdout
 
 
+def test_status_says_what_happens_before_the_shards(stopped_early):
+    word, words = {".launch": ("", ""), "pids/.plan": ("planning", "Planning: the data is being tokenized"),
+                   "pids/.warmup": ("warming up", "Warming up: kernels are compiled and proved")}[stopped_early.at]
+    assert f" | {word}" in stopped_early.status and f"\n{words}" in stopped_early.status
+    assert "begin with" not in stopped_early.status
+
+
 def test_stop_ends_the_children_of_a_warm_up(tmp_path):
     (tmp_path / "warmup.py").write_text("import subprocess; subprocess.run(['sleep', '60'])")
     warmup = subprocess.Popen([sys.executable, "warmup.py", "--work", "w"], cwd=tmp_path)
