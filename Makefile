@@ -170,9 +170,9 @@ extract: $(VENV)  ## run GPUS shards in the background and follow them; Ctrl-C l
 slurm: $(VENV)  ## the same as a job array of Slurm: a job that plans, then NODES x GPUS shards, requeued on failure
 	@$(RUNNING)
 	[[ '$(NODES) $(GPUS)' =~ ^[1-9][0-9]*\ [1-9][0-9]*$$ ]] || { echo 'NODES=$(NODES) GPUS=$(GPUS): give two numbers'; exit 2; }
+	[[ -n '$(MODEL)' && -n '$(DATA)' && -n '$(OUT)' ]] || { echo 'slurm: MODEL=, DATA= and OUT= are needed'; exit 2; }
 	command -v sbatch >/dev/null || { echo 'no sbatch here: make slurm is for a login node of a Slurm cluster'; exit 2; }
 	$(LAUNCH)
-	rm -f '$(WORK)'/progress_shard_*.json '$(WORK)'/pids/shard_*.pid
 	work=$$(realpath '$(WORK)')
 	cat >'$(WORK)'/slurm.sh <<'END'
 	#!/bin/bash
@@ -195,8 +195,13 @@ slurm: $(VENV)  ## the same as a job array of Slurm: a job that plans, then NODE
 	plan=$${plan%;*}
 	array=$$(submit --job-name=hidden-states --output="$$work/logs/shard_%a.log" --array=0-$$(( $(NODES) * $(GPUS) - 1 )) \
 	  --gpus-per-task=1 --signal=B:TERM@60 --dependency=afterok:$$plan --kill-on-invalid-dep=yes) || { scancel $$plan; exit 2; }
-	echo '{"plan": '$$plan', "array": '$${array%;*}', "shards": '$$(( $(NODES) * $(GPUS) ))'}' >'$(WORK)'/slurm.json
-	echo "Slurm has job $$plan, which plans, then array $${array%;*} of $$(( $(NODES) * $(GPUS) )) shards: make status, make stop"
+	shards=$$(( $(NODES) * $(GPUS) ))
+	echo '{"plan": '$$plan', "array": '$${array%;*}', "shards": '$$shards'}' >'$(WORK)'/slurm.json
+	# what an earlier run left; a task of this one may have begun
+	find '$(WORK)' '$(WORK)'/pids -maxdepth 1 \( -name 'progress_shard_*.json' -o -name 'shard_*.pid' \) \
+	  ! -newer '$(WORK)'/slurm.sh -delete
+	(( shards == 1 )) && shards+=' shard' || shards+=' shards'
+	echo "Slurm has job $$plan, which plans, then array $${array%;*} of $$shards: make status, make stop"
 
 # ---- look at it
 status:  ## how the run is: a row a shard, what holds it back, the box, one ETA

@@ -325,6 +325,29 @@ def test_stop_ends_the_children_of_a_warm_up(tmp_path):
     assert p.returncode == 0 and (not child.is_running() or child.status() == "zombie"), p.stdout
 
 
+@pytest.fixture
+def before_slurm(tmp_path):
+    """A work directory of an earlier run, and an sbatch first in PATH that leaves a file and refuses."""
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\nexit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    (tmp_path / "w/pids").mkdir(parents=True)
+    (tmp_path / "w/progress_shard_0.json").write_text("{}")
+    return {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize("left_out", ["MODEL", "DATA", "OUT"])
+def test_slurm_without_model_data_or_out_is_refused_before_it_submits(before_slurm, tmp_path, left_out):
+    knobs = [f"{name}=x" for name in ("MODEL", "DATA", "OUT") if name != left_out]
+    p = make("slurm", f"WORK={tmp_path / 'w'}", "GPUS=1", *knobs, env=before_slurm)
+    assert p.returncode == 2 and "MODEL=, DATA= and OUT= are needed" in p.stdout
+    assert not (tmp_path / "asked").exists()
+
+
+def test_a_refused_submission_leaves_the_progress_of_the_run_before(before_slurm, tmp_path):
+    p = make("slurm", f"WORK={tmp_path / 'w'}", "GPUS=1", "MODEL=x", "DATA=x", "OUT=x", env=before_slurm)
+    assert p.returncode and (tmp_path / "asked").exists() and (tmp_path / "w/progress_shard_0.json").exists()
+
+
 def test_clean_shm_names_what_was_not_uploaded_and_leaves_others_alone(tmp_path):
     work, stage = tmp_path / "w", tmp_path / "stage"
     for folder in (work / "plan", work / "markers", stage / "abc", stage / "other"):
