@@ -245,6 +245,7 @@ def test_one_killed_shard_is_named_and_the_other_finishes(slow):
     output = p.communicate(timeout=180)[0]
     assert p.returncode != 0
     assert "shard 0 exited 0 (done)" in output and "shard 1 exited 1" in output
+    assert "Killed" not in output and "CUDA_VISIBLE_DEVICES" not in output
 
 
 def test_stop_signals_nobody_else(tmp_path):
