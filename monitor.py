@@ -131,19 +131,19 @@ def estimate(plan, work, stage, shards):
     """What a run will cost: lines for the log, from an extract.Plan and its extract.Stage."""
     c, measured = plan.counts, (read_json(work / "warmup.json") or {}).get("tokens_per_sec")
     rate = measured or ASSUMED_RATE
-    yield (f"plan {plan.fingerprint}: {c['samples']:,} samples, {c['tokens']:,} tokens, "
-           f"{c['supervised']:,} of them supervised, {c['turns_lost']:,} turns not located")
+    yield (f"plan {plan.fingerprint}: {counted(c['samples'], 'sample')}, {counted(c['tokens'], 'token')}, "
+           f"{c['supervised']:,} of them supervised, {counted(c['turns_lost'], 'turn')} not located")
     if c["skipped"]:
-        yield (f"{c['skipped']:,} sample{plural(c['skipped'])} skipped {c['skipped_by_reason']}: "
+        yield (f"{counted(c['skipped'], 'sample')} skipped {c['skipped_by_reason']}: "
                f"{work / 'plan' / 'skipped.jsonl'}")
     yield f"layers {plan.layers}{' and the final state' if plan.final else ''}: {plan.convention}"
-    yield (f"{c['batches']:,} batches, {c['tokens'] / c['batches'] / plan.tokens:.1%} of {plan.tokens:,} "
-           f"tokens full: {c['bytes'] / 1e9:,.2f} GB ({c['bytes'] / c['tokens']:,.0f} bytes a token) "
-           f"into {plan.out}")
-    yield (f"{stage.capacity() / 1e9:,.2f} GB of room in {stage.dir.parent}, up to "
-           f"{c['largest'] / 1e9:.3f} GB a batch")
+    yield (f"{counted(c['batches'], 'batch')}, {c['tokens'] / c['batches'] / plan.tokens:.1%} of "
+           f"{plan.tokens:,} tokens full: {gb(c['bytes'], 2)} "
+           f"({c['bytes'] / c['tokens']:,.0f} bytes a token) into {plan.out}")
+    yield (f"{gb(stage.capacity(), 2)} of room in {stage.dir.parent}, up to "
+           f"{gb(c['largest'], 3)} a batch")
     whence = "as warm-up measured" if measured else "assumed, Qwen3.6-27B on one H200; `make warmup` measures"
-    yield (f"{span(max(1, c['tokens'] / rate / shards))} with {shards} shard{plural(shards)}, "
+    yield (f"{span(max(1, c['tokens'] / rate / shards))} with {counted(shards, 'shard')}, "
            f"at {rate:,.0f} tokens/s each ({whence})")
 
 
@@ -252,7 +252,7 @@ class Progress(threading.Thread):
         return (f"batch {now['batch']}/{now['total_batches']} ({part} %) | "
                 f"{now['rate_per_sec']:,.1f} samples/s | {now['tokens_per_sec']:,.0f} tokens/s | "
                 f"eta {span(now['eta_hours'], 3600)} | "
-                f"{now['pending_uploads']} uploads pending, {now['failed_uploads']} failed")
+                f"{counted(now['pending_uploads'], 'upload')} pending, {now['failed_uploads']} failed")
 
 
 # ---- one shard: each of its files may be missing, half-written, old or edited by hand
@@ -643,17 +643,18 @@ def sentence(status, output, wrong, cause):
     if not total:
         return "Not started: no shard has been started here"
     if status["state"] == "done" and (n := unmarked(status)):
-        batches = f"{status['total_batches']:,} batch{plural(status['total_batches'], 'es')}"
-        return f"Not complete: {n:,} of {batches} {'has' if n == 1 else 'have'} no marker: {command} goes on"
+        return (f"Not complete: {n:,} of {counted(status['total_batches'], 'batch')} "
+                f"{'has' if n == 1 else 'have'} no marker: {command} goes on")
     if status["state"] == "done":
         named = " (manifest.json names those)" if status["excluded"] else ""
-        return (f"Done: {there(status)[0]:,} samples in {status['batch']:,} batches, all in {output}; "
+        return (f"Done: {counted(there(status)[0], 'sample')} in {counted(status['batch'], 'batch')}, "
+                f"all in {output}; "
                 f"{', '.join(left_out(status)) or '0 skipped'}{named}{ended_within(status['shards'])}")
     if status["state"] in ("stopped", "failed"):
         ends = ", ".join(f"{n} {condition}" for condition, n in each.items())
         mend = "mend the cause, then " if wrong else ""
         return f"Not running: {ends}; {mend}the same {command} goes on"
-    parts = [f"{each['running']} of {total} shard{plural(total)} running"]
+    parts = [f"{each['running']} of {counted(total, 'shard')} running"]
     if each["pending"]:
         parts.append(f"{each['pending']} pending in Slurm")
     if each["stopped"]:
@@ -696,7 +697,9 @@ def judged(status, points):
     running = [s for s in status["shards"] if s["condition"] == "running"]
     wrong = [f"shard {s['shard']} {ILL[s['condition']]}" for s in status["shards"] if s["condition"] in ILL]
     if running and not wrong and all(s["state"] == "draining" for s in running):
-        name, cause = "upload", f"all is computed, {status['pending_uploads']:,} uploads to {output} are left"
+        left = status["pending_uploads"]
+        name, cause = "upload", (f"all is computed, {counted(left, 'upload')} to {output} "
+                                 f"{'is' if left == 1 else 'are'} left")
     elif seconds < 20:
         name, cause = None, "too early to name a bottleneck"
     else:
@@ -730,9 +733,17 @@ def span(value, unit_s=1, parts=2):
     return " ".join(f"{n} {unit}" for n, unit in units[:parts])
 
 
-def plural(n, ending="s"):
-    """The ending of a noun after a number."""
-    return "" if n == 1 else ending
+def counted(n, noun):
+    """1 batch, 2 batches, 1,000 samples"""
+    ending = "" if n == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{n:,} {noun}{ending}"
+
+
+def gb(n, digits=1):
+    """Bytes: 1,678.0 GB, below a tenth of one 93.5 MB, below a tenth of that 5,144 bytes."""
+    if n < 1e5:
+        return counted(n, "byte")
+    return f"{n / 1e9:,.{digits}f} GB" if n >= 1e8 else f"{n / 1e6:,.1f} MB"
 
 
 def there(s):
@@ -741,9 +752,9 @@ def there(s):
 
 
 def percent(s):
-    """100 only when all are there."""
+    """100 only when all are there, as they are for a shard that had nothing to do and is done."""
     done, wanted = there(s)
-    return min(100, int(100 * done / max(1, wanted)))
+    return 100 if not wanted and s.get("condition") == "done" else min(100, int(100 * done / max(1, wanted)))
 
 
 def left_out(s):
@@ -803,7 +814,7 @@ def texts(status):
     plan = f"plan {status['fingerprint'][:12]}" if status["fingerprint"] else "no plan yet"
     headline = " | ".join([
         status["work"], plan, in_words(status), f"batches {status['batch']:,}/{status['total_batches']:,}",
-        *left_out(status), f"{status['staged_bytes'] / 1e9:,.1f} GB staged",
+        *left_out(status), f"{gb(status['staged_bytes'])} staged",
         f"ETA {span(status['eta_hours'], 3600)}"])
     problems = [f"shard {s['shard']}: {problem(status['work'], s)}" for s in status["shards"]
                 if s["message"] not in (*CALM, "not started")]
@@ -970,7 +981,7 @@ class Guard:
             host = re.sub(r":\d*$", "", asked.headers.get("host", ""))
             allowed = host in ("127.0.0.1", "localhost", "[::1]")
             refusal = PlainTextResponse("open it as http://127.0.0.1:PORT (ssh -L leads there), or start it "
-                                        "with --token\n", 403)
+                                        "with WEB_TOKEN= (--token)\n", 403)
         answer = self.app
         if not allowed:
             answer = WebSocketClose(1008) if scope["type"] == "websocket" else refusal
@@ -1046,7 +1057,8 @@ def web(args):
         if args.token and len(args.token) < 16:
             raise OSError("the token has fewer than 16 characters: take one of `openssl rand -hex 16`")
         if not loopback and not args.token:
-            raise OSError("others can reach that: a --token is needed, as of `openssl rand -hex 16`")
+            raise OSError("others can reach that: WEB_TOKEN= (--token) is needed, as of "
+                          "`openssl rand -hex 16`")
         socket.create_server((args.host, args.port)).close()
     except (OSError, OverflowError) as e:
         print(f"no page on --host {args.host} --port {args.port} (WEB_HOST= WEB_PORT=): {e}", file=sys.stderr)
@@ -1221,7 +1233,7 @@ def log_line(shards, counts, over):
     """All shards together, as --follow prints them now and then; without rates once the run is over."""
     t = totals(shards, counts)
     samples = "{:,}/{:,} samples ({} %)".format(*there(t), percent(t))
-    parts = [f"{len(shards)} shard{plural(len(shards))}", ", ".join([samples, *left_out(t)])]
+    parts = [counted(len(shards), "shard"), ", ".join([samples, *left_out(t)])]
     if not over:
         parts += [f"{t['rate_per_sec']:,.1f} samples/s", f"{t['tokens_per_sec']:,.0f} tokens/s",
                   f"eta {span(t['eta_hours'], 3600)}"]
@@ -1331,7 +1343,7 @@ def main():
             plot(points, args.plot)
         except (OSError, ValueError) as e:  # ValueError: an ending that matplotlib does not know
             parser.exit(2, f"cannot write {args.plot}: {e}\n")
-        print(f"wrote {args.plot}: {len(points):,} points")
+        print(f"wrote {args.plot}: {counted(len(points), 'point')}")
         return 0
     if args.snapshot is not None:
         try:

@@ -394,6 +394,13 @@ def test_plan_writes_nothing_into_out(run, tmp_path):
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob("tmp*"))
 
 
+def test_the_plan_of_one_small_batch_is_in_the_singular_and_in_megabytes(run, inputs, tmp_path):
+    (tmp_path / "one.jsonl").write_text('{"input_ids": [1, 2, 3, 4]}\n')
+    p = make("plan", *run, f"DATA={tmp_path}/one.jsonl", "GPUS=1")
+    assert "1 sample, 4 tokens" in p.stdout and "] 1 batch, " in p.stdout and "with 1 shard," in p.stdout, p.stdout
+    assert re.search(r" full: ([\d,]+ bytes) .* of room in .*, up to \1 a batch", p.stdout, re.S), p.stdout
+
+
 def test_the_plan_says_how_long_it_takes_in_a_unit_to_read(run):
     p = make("plan", *run)
     assert re.search(r"\] \d+ s with 2 shards, at [\d,]+ tokens/s each", p.stdout), p.stdout

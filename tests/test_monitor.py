@@ -463,6 +463,21 @@ def test_a_shard_that_never_planned_counts_with_what_the_plan_gives_it(run):
     assert re.search(r"^all +failed +20/40 +50 % .* 2 ", run.table(), re.M)
 
 
+def test_one_is_singular(run):
+    run.progress(0, state="done", exit_code=0, processed=1, skipped=0, total=1, batch=1)
+    assert "Done: 1 sample in 1 batch, all in OUT" in run.json()["summary"]
+
+
+def test_what_is_small_is_shown_in_megabytes(run):
+    run.progress(0, staged_bytes=5_300_000)
+    assert " | 5.3 MB staged | " in run.table() and run.json()["staged_bytes"] == 5_300_000
+
+
+def test_a_done_shard_that_had_nothing_to_do_is_whole(run):
+    run.progress(0, state="done", exit_code=0, processed=0, skipped=0, total=0, batch=0, total_batches=0)
+    assert re.search(r"^0 +done +0/0 +100 % ", run.table(), re.M)
+
+
 def test_markdown_writes_status_md(run):
     run.progress(0)
     wrote = run.monitor("--markdown").stdout
