@@ -315,6 +315,17 @@ def test_status_says_what_happens_before_the_shards(stopped_early):
     assert "begin with" not in stopped_early.status
 
 
+def test_stop_waits_for_shards_that_are_just_being_started_and_ends_them(tmp_path):
+    (tmp_path / "extract.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "w/pids").mkdir(parents=True)
+    start = (f"exec 9>>w/.launch; flock 9; touch w/locked; {sys.executable} extract.py --work w 9>&- & "
+             "sleep 1.5; echo $! >w/pids/shard_0.pid; exec 9>&-; wait $!")
+    shell = subprocess.Popen(["bash", "-c", start], cwd=tmp_path)
+    until(lambda: (tmp_path / "w/locked").exists(), shell)
+    p = make("stop", f"WORK={tmp_path / 'w'}")
+    assert p.returncode == 0 and "asking" in p.stdout and shell.wait(10) == 143, p.stdout
+
+
 def test_stop_ends_the_children_of_a_warm_up(tmp_path):
     (tmp_path / "warmup.py").write_text("import subprocess; subprocess.run(['sleep', '60'])")
     warmup = subprocess.Popen([sys.executable, "warmup.py", "--work", "w"], cwd=tmp_path)
@@ -342,6 +353,13 @@ def test_slurm_without_model_data_or_out_is_refused_before_it_submits(before_slu
     p = make("slurm", f"WORK={tmp_path / 'w'}", "GPUS=1", *knobs, env=before_slurm)
     assert p.returncode == 2 and "MODEL=, DATA= and OUT= are needed" in p.stdout
     assert not (tmp_path / "asked").exists()
+
+
+def test_an_accepted_submission_ends_the_progress_of_the_run_before(before_slurm, tmp_path):
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 7\n")
+    p = make("slurm", f"WORK={tmp_path / 'w'}", "GPUS=1", "MODEL=x", "DATA=x", "OUT=x", env=before_slurm)
+    assert p.returncode == 0 and "array 7 of 1 shard:" in p.stdout, p.stdout + p.stderr
+    assert not (tmp_path / "w/progress_shard_0.json").exists()
 
 
 def test_a_refused_submission_leaves_the_progress_of_the_run_before(before_slurm, tmp_path):
