@@ -288,8 +288,8 @@ def stopped_early(inputs, tmp_path_factory, request):
     p, pid = begun(knobs, d / "w", request.param)
     again, looked = make("extract", *knobs), make("status", f"WORK={d / 'w'}")
     stop = make("stop", f"WORK={d / 'w'}")
-    yield SimpleNamespace(work=d / "w", pid=pid, again=again, status=looked.stdout, stop=stop, code=p.wait(60),
-                          said=p.stdout.read(), at=request.param)
+    yield SimpleNamespace(work=d / "w", pid=pid, again=again, status=looked.stdout, stop=stop,
+                          code=p.wait(60), said=p.stdout.read(), at=request.param)
     shutil.rmtree(stage, ignore_errors=True)
 
 
@@ -309,8 +309,9 @@ def test_a_second_extract_while_the_first_prepares_is_refused(stopped_early):
 
 
 def test_status_says_what_happens_before_the_shards(stopped_early):
-    word, words = {".launch": ("", ""), "pids/.plan": ("planning", "Planning: the data is being tokenized"),
-                   "pids/.warmup": ("warming up", "Warming up: kernels are compiled and proved")}[stopped_early.at]
+    word, words = {".launch": ("", ""),
+                   "pids/.plan": ("planning", "Planning: the data is being tokenized"),
+                   "pids/.warmup": ("warming up", "Warming up: kernels are compiled")}[stopped_early.at]
     assert f" | {word}" in stopped_early.status and f"\n{words}" in stopped_early.status
     assert "begin with" not in stopped_early.status
 
@@ -415,7 +416,8 @@ def test_plan_writes_nothing_into_out(run, tmp_path):
 def test_the_plan_of_one_small_batch_is_in_the_singular_and_in_megabytes(run, inputs, tmp_path):
     (tmp_path / "one.jsonl").write_text('{"input_ids": [1, 2, 3, 4]}\n')
     p = make("plan", *run, f"DATA={tmp_path}/one.jsonl", "GPUS=1")
-    assert "1 sample, 4 tokens" in p.stdout and "] 1 batch, " in p.stdout and "with 1 shard," in p.stdout, p.stdout
+    for words in ("1 sample, 4 tokens", "] 1 batch, ", "with 1 shard,"):
+        assert words in p.stdout
     assert re.search(r" full: ([\d,]+ bytes) .* of room in .*, up to \1 a batch", p.stdout, re.S), p.stdout
 
 

@@ -368,7 +368,8 @@ def test_a_run_that_nobody_started_is_not_called_stopped(run, plan):
     if plan:
         (run.work / "plan/plan.json").write_text(plan)
     found = run.json()
-    assert (found["state"], found["worry"]) == ("stopped", "none") and found["summary"].startswith("Not started: ")
+    assert (found["state"], found["worry"]) == ("stopped", "none")
+    assert found["summary"].startswith("Not started: ")
     assert re.search(r"^all +not started ", run.table(), re.M)
 
 

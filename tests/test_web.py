@@ -434,7 +434,8 @@ def test_a_foreign_name_for_loopback_is_refused(served):
     assert served.get("/metrics", Host="elsewhere.example")[0] == 403
 
 
-@pytest.mark.parametrize("args, words", [(["--host", "0.0.0.0"], "WEB_TOKEN= (--token) is needed"), (["--token", "short"], "16 characters"),
+@pytest.mark.parametrize("args, words", [(["--host", "0.0.0.0"], "WEB_TOKEN= (--token) is needed"),
+                                         (["--token", "short"], "16 characters"),
                                          (["--port", "99999"], "--port 99999")])
 def test_a_page_that_cannot_be_is_refused(run, args, words):
     refused = run.monitor("--web", *args)
