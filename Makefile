@@ -123,16 +123,20 @@ endef
 # One at a time: the lock is held until the shards are there.
 define LAUNCH
 	mkdir -p '$(WORK)'/logs '$(WORK)'/pids
-	exec 9>'$(WORK)'/.launch
-	if [ -n "$$(running)$$(queued)" ] || ! flock -n 9; then
-	  echo "a run of $(WORK) is under way or being started ($$(running) $$(queued)): make status, make stop"; exit 2
+	exec 9>>'$(WORK)'/.launch
+	who=$$(echo $$(running) $$(queued))
+	if [ -n "$$who" ] || ! flock -n 9; then
+	  echo "a run of $(WORK) is under way or being started$${who:+ ($$who)}: make status, make stop"; exit 2
 	fi
+	: >'$(WORK)'/.launch
 endef
 
 extract: $(VENV)  ## run GPUS shards in the background and follow them; Ctrl-C leaves them running
 	@$(RUNNING)
 	[[ '$(GPUS)' =~ ^[1-9][0-9]*$$ ]] || { echo 'GPUS=$(GPUS) is not a number of shards'; exit 2; }
 	$(LAUNCH)
+	echo $$$$ >'$(WORK)'/.launch  # for make stop, which ends what runs in the foreground here, too
+	trap "echo 'stopped before a shard was started; the same make extract goes on'; exit 3" TERM
 	visible="$${CUDA_VISIBLE_DEVICES-$$(nvidia-smi -L 2>/dev/null | sed -n 's/^GPU \([0-9]*\):.*/\1/p' || true)}"
 	if [ -z "$${CUDA_VISIBLE_DEVICES+set}" ] && [ -z "$$visible" ]; then  # no nvidia-smi: torch may know
 	  visible=$$($(PY) -c 'import torch; print(*range(torch.cuda.device_count()))')
@@ -141,19 +145,21 @@ extract: $(VENV)  ## run GPUS shards in the background and follow them; Ctrl-C l
 	if (( $${#devices[@]} && $${#devices[@]} < $(GPUS) )); then
 	  echo "GPUS=$(GPUS), but only $${#devices[@]} to see ($${devices[*]}): use GPUS=$${#devices[@]}"; exit 2
 	fi
-	CUDA_VISIBLE_DEVICES= $(EXTRACT) --plan-only
+	CUDA_VISIBLE_DEVICES= $(EXTRACT) --plan-only 9>&-
 	echo 'warming up, minutes on a GPU for the first time: tail -f $(WORK)/logs/warmup.log'
-	CUDA_VISIBLE_DEVICES="$${devices[0]-}" $(WARMUP) --if-needed >'$(WORK)'/logs/warmup.log 2>&1 || {
+	CUDA_VISIBLE_DEVICES="$${devices[0]-}" $(WARMUP) --if-needed >'$(WORK)'/logs/warmup.log 2>&1 9>&- || {
 	  tail -n 20 '$(WORK)'/logs/warmup.log
 	  echo 'warm-up failed, no shard was started; all of it: $(WORK)/logs/warmup.log'; exit 2
 	}
+	trap : TERM; : >'$(WORK)'/.launch  # from here on all are started, and make stop waits to end them
 	rm -f '$(WORK)'/progress_shard_*.json '$(WORK)'/pids/shard_*.pid '$(WORK)'/slurm.json
 	for (( i = 0; i < $(GPUS); i++ )); do
 	  CUDA_VISIBLE_DEVICES="$${devices[i]-}" setsid nohup $(EXTRACT) --shard $$i \
 	    >>'$(WORK)'/logs/shard_$$i.log 2>&1 </dev/null 9>&- &
 	  echo $$! >'$(WORK)'/pids/shard_$$i.pid
+	  disown  # or bash would print the whole command of one that is killed
 	done
-	exec 9>&-
+	exec 9>&-; trap - TERM
 	code=0
 	$(MONITOR) --follow --num-shards $(GPUS) || code=$$?
 	for (( n = 0; n < 50 && code != 130; n++ )); do  # their last words are out: they are about to leave
@@ -165,9 +171,9 @@ extract: $(VENV)  ## run GPUS shards in the background and follow them; Ctrl-C l
 slurm: $(VENV)  ## the same as a job array of Slurm: a job that plans, then NODES x GPUS shards, requeued on failure
 	@$(RUNNING)
 	[[ '$(NODES) $(GPUS)' =~ ^[1-9][0-9]*\ [1-9][0-9]*$$ ]] || { echo 'NODES=$(NODES) GPUS=$(GPUS): give two numbers'; exit 2; }
+	[[ -n '$(MODEL)' && -n '$(DATA)' && -n '$(OUT)' ]] || { echo 'slurm: MODEL=, DATA= and OUT= are needed'; exit 2; }
 	command -v sbatch >/dev/null || { echo 'no sbatch here: make slurm is for a login node of a Slurm cluster'; exit 2; }
 	$(LAUNCH)
-	rm -f '$(WORK)'/progress_shard_*.json '$(WORK)'/pids/shard_*.pid
 	work=$$(realpath '$(WORK)')
 	cat >'$(WORK)'/slurm.sh <<'END'
 	#!/bin/bash
@@ -190,8 +196,13 @@ slurm: $(VENV)  ## the same as a job array of Slurm: a job that plans, then NODE
 	plan=$${plan%;*}
 	array=$$(submit --job-name=hidden-states --output="$$work/logs/shard_%a.log" --array=0-$$(( $(NODES) * $(GPUS) - 1 )) \
 	  --gpus-per-task=1 --signal=B:TERM@60 --dependency=afterok:$$plan --kill-on-invalid-dep=yes) || { scancel $$plan; exit 2; }
-	echo '{"plan": '$$plan', "array": '$${array%;*}', "shards": '$$(( $(NODES) * $(GPUS) ))'}' >'$(WORK)'/slurm.json
-	echo "Slurm has job $$plan, which plans, then array $${array%;*} of $$(( $(NODES) * $(GPUS) )) shards: make status, make stop"
+	shards=$$(( $(NODES) * $(GPUS) ))
+	echo '{"plan": '$$plan', "array": '$${array%;*}', "shards": '$$shards'}' >'$(WORK)'/slurm.json
+	# what an earlier run left; a task of this one may have begun
+	find '$(WORK)' '$(WORK)'/pids -maxdepth 1 \( -name 'progress_shard_*.json' -o -name 'shard_*.pid' \) \
+	  ! -newer '$(WORK)'/slurm.sh -delete
+	(( shards == 1 )) && shards+=' shard' || shards+=' shards'
+	echo "Slurm has job $$plan, which plans, then array $${array%;*} of $$shards: make status, make stop"
 
 # ---- look at it
 status:  ## how the run is: a row a shard, what holds it back, the box, one ETA
@@ -217,7 +228,7 @@ snapshot: $(VENV)  ## keep how it looks now (scripts, versions, knobs, logs' end
 	  "$$($(foreach k,$(filter-out -,$(KNOBS)),echo '$k = $(subst ','\'',$($k))';))"
 
 # ---- end it, go on, check it
-stop:  ## end the shards with TERM and wait for them: they finish their batch and can go on later
+stop:  ## end the shards, or what prepares them, with TERM and wait: they finish their batch and can go on later
 	@$(RUNNING)
 	if [ -n "$$(queued)" ]; then
 	  echo "asking Slurm's jobs $$jobs to stop"
@@ -229,15 +240,24 @@ stop:  ## end the shards with TERM and wait for them: they finish their batch an
 	  done
 	  echo 'stopped; the same make slurm goes on'; exit
 	fi
-	pids=$$(running)
-	[ -n "$$pids" ] || { echo 'no shard of $(WORK) is running'; exit 0; }
-	echo "asking $$pids to stop"
-	kill -TERM $$pids
-	kill -CONT $$pids 2>/dev/null || true  # one that SIGSTOP holds hears TERM only then
-	until [ -z "$$(running)" ]; do
-	  (( SECONDS < 60 )) || { echo "still running after 60 s: $$(running). make stop again ends them at once"; exit 1; }
-	  sleep 0.2
-	done
+	end() {  # the processes that a function names
+	  pids=$$($$1)
+	  [ -n "$$pids" ] || return 0
+	  asked=1
+	  echo "asking $$pids to stop"
+	  kill -TERM $$pids 2>/dev/null || true  # some may just have ended
+	  kill -CONT $$pids 2>/dev/null || true  # one that SIGSTOP holds hears TERM only then
+	  until [ -z "$$($$1)" ]; do
+	    (( SECONDS < 60 )) || { echo "still running after 60 s: $$($$1). make stop again ends them at once"; exit 1; }
+	    sleep 0.2
+	  done
+	}
+	preparing() { $(PY) monitor.py --work '$(WORK)' --pids preparing | xargs; }
+	asked=
+	end preparing
+	[ ! -e '$(WORK)'/.launch ] || flock -w 60 '$(WORK)'/.launch true || { echo 'shards are still being started'; exit 1; }
+	end running
+	[ -n "$$asked" ] || { echo 'no shard of $(WORK) is running'; exit 0; }
 	echo 'stopped; the same make extract goes on'
 
 clean-shm:  ## remove what this run left in staging; markers stay

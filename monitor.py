@@ -59,6 +59,10 @@ WINDOW_S = 600       # the time over which a bottleneck is named
 ASSUMED_RATE = 12_600  # tokens/s of Qwen3.6-27B, layers up to 61, on one H200 (tests/BENCH.md)
 LIVE, BROKEN = ("pending", "starting", "running", "stale", "unreadable"), ("failed", "refused", "gone")
 ENDS = {0: "done", 2: "refused", 3: "stopped"}  # what exit codes mean; every other one: failed
+BEFORE = {  # what runs before shards do: the beginning of the summary is the state in words
+    "plan": "Planning: the data is being tokenized",
+    "warmup": "Warming up: kernels are compiled and proved before the shards start",
+    "launch": "Starting: no shard runs yet"}
 CALM = ("", "starting", "pending")  # messages that say nothing bad
 ILL = {"failed": "failed", "refused": "was refused", "gone": "is gone", "stale": "is silent",
        "unreadable": "cannot be read"}
@@ -127,19 +131,19 @@ def estimate(plan, work, stage, shards):
     """What a run will cost: lines for the log, from an extract.Plan and its extract.Stage."""
     c, measured = plan.counts, (read_json(work / "warmup.json") or {}).get("tokens_per_sec")
     rate = measured or ASSUMED_RATE
-    yield (f"plan {plan.fingerprint}: {c['samples']:,} samples, {c['tokens']:,} tokens, "
-           f"{c['supervised']:,} of them supervised, {c['turns_lost']:,} turns not located")
+    yield (f"plan {plan.fingerprint}: {counted(c['samples'], 'sample')}, {counted(c['tokens'], 'token')}, "
+           f"{c['supervised']:,} of them supervised, {counted(c['turns_lost'], 'turn')} not located")
     if c["skipped"]:
-        yield (f"{c['skipped']:,} sample{plural(c['skipped'])} skipped {c['skipped_by_reason']}: "
+        yield (f"{counted(c['skipped'], 'sample')} skipped {c['skipped_by_reason']}: "
                f"{work / 'plan' / 'skipped.jsonl'}")
     yield f"layers {plan.layers}{' and the final state' if plan.final else ''}: {plan.convention}"
-    yield (f"{c['batches']:,} batches, {c['tokens'] / c['batches'] / plan.tokens:.1%} of {plan.tokens:,} "
-           f"tokens full: {c['bytes'] / 1e9:,.2f} GB ({c['bytes'] / c['tokens']:,.0f} bytes a token) "
-           f"into {plan.out}")
-    yield (f"{stage.capacity() / 1e9:,.2f} GB of room in {stage.dir.parent}, up to "
-           f"{c['largest'] / 1e9:.3f} GB a batch")
+    yield (f"{counted(c['batches'], 'batch')}, {c['tokens'] / c['batches'] / plan.tokens:.1%} of "
+           f"{plan.tokens:,} tokens full: {gb(c['bytes'], 2)} "
+           f"({c['bytes'] / c['tokens']:,.0f} bytes a token) into {plan.out}")
+    yield (f"{gb(stage.capacity(), 2)} of room in {stage.dir.parent}, up to "
+           f"{gb(c['largest'], 3)} a batch")
     whence = "as warm-up measured" if measured else "assumed, Qwen3.6-27B on one H200; `make warmup` measures"
-    yield (f"{span(max(1, c['tokens'] / rate / shards))} with {shards} shard{plural(shards)}, "
+    yield (f"{span(max(1, c['tokens'] / rate / shards))} with {counted(shards, 'shard')}, "
            f"at {rate:,.0f} tokens/s each ({whence})")
 
 
@@ -248,7 +252,7 @@ class Progress(threading.Thread):
         return (f"batch {now['batch']}/{now['total_batches']} ({part} %) | "
                 f"{now['rate_per_sec']:,.1f} samples/s | {now['tokens_per_sec']:,.0f} tokens/s | "
                 f"eta {span(now['eta_hours'], 3600)} | "
-                f"{now['pending_uploads']} uploads pending, {now['failed_uploads']} failed")
+                f"{counted(now['pending_uploads'], 'upload')} pending, {now['failed_uploads']} failed")
 
 
 # ---- one shard: each of its files may be missing, half-written, old or edited by hand
@@ -292,9 +296,9 @@ def pid_of(file):
         return None
 
 
-def process_state(pid, work):
-    """psutil's word for the state of a process that runs extract.py on this work directory, '' for any other,
-    for a zombie, and without a pid."""
+def process_state(pid, work, word="extract.py"):
+    """psutil's word for the state of a process that runs extract.py (or has another `word` on its command
+    line) on this work directory, '' for any other, for a zombie, and without a pid."""
     if not pid:
         return ""
     try:
@@ -312,8 +316,36 @@ def process_state(pid, work):
         theirs = os.path.join(process.cwd(), theirs)
     except psutil.Error:  # another user's process: take it to stand where we do
         pass
-    ours = any(os.path.basename(arg) == "extract.py" for arg in args)
+    ours = any(os.path.basename(arg) == word for arg in args)
     return state if ours and os.path.realpath(theirs) == os.path.realpath(work) else ""
+
+
+def preparing(work):
+    """{plan, warmup, launch: pid} of what runs before the shards do: a planner, a warm-up, and the make that
+    holds WORK/.launch until it has started them all (None while it does just that)."""
+    found = {}
+    for name, word in (("plan", "--plan-only"), ("warmup", "warmup.py")):
+        pid = pid_of(work / "pids" / f".{name}")
+        if process_state(pid, work, word):
+            found[name] = pid
+    try:
+        with open(work / ".launch") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        found["launch"] = pid_of(work / ".launch")
+    except OSError:
+        pass  # nobody has started one
+    return found
+
+
+def preparing_pids(work):
+    """Those processes, make first, and what they have started: a planner ends its own."""
+    found = preparing(work)
+    pids = [found.get(name) for name in ("launch", "warmup", "plan")]
+    for pid, deep in ((pids[0], False), (pids[1], True)):
+        with contextlib.suppress(psutil.Error):
+            pids += [child.pid for child in psutil.Process(pid).children(deep)] if pid else []
+    return [*dict.fromkeys(filter(None, pids))]
 
 
 def read_shard(work, shard):
@@ -604,19 +636,25 @@ def sentence(status, output, wrong, cause):
     """The summary: how many shards run, which are in trouble (`wrong`), and, while any runs, the `cause` of
     its speed; or how the run ended."""
     each, total = collections.Counter(s["condition"] for s in status["shards"]), status["num_shards"]
+    command = "make slurm" if status["slurm"] else "make extract"
+    if status["state"] != "running":
+        for name in preparing(Path(status["work"])):
+            return BEFORE[name]
     if not total:
-        tokenizing = process_state(pid_of(Path(status["work"], "pids", ".plan")), status["work"])
-        return "Planning: the data is being tokenized" if tokenizing else "No shard has been started here"
+        return "Not started: no shard has been started here"
+    if status["state"] == "done" and (n := unmarked(status)):
+        return (f"Not complete: {n:,} of {counted(status['total_batches'], 'batch')} "
+                f"{'has' if n == 1 else 'have'} no marker: {command} goes on")
     if status["state"] == "done":
         named = " (manifest.json names those)" if status["excluded"] else ""
-        return (f"Done: {there(status)[0]:,} samples in {status['batch']:,} batches, all in {output}; "
+        return (f"Done: {counted(there(status)[0], 'sample')} in {counted(status['batch'], 'batch')}, "
+                f"all in {output}; "
                 f"{', '.join(left_out(status)) or '0 skipped'}{named}{ended_within(status['shards'])}")
     if status["state"] in ("stopped", "failed"):
         ends = ", ".join(f"{n} {condition}" for condition, n in each.items())
         mend = "mend the cause, then " if wrong else ""
-        command = "make slurm" if status["slurm"] else "make extract"
         return f"Not running: {ends}; {mend}the same {command} goes on"
-    parts = [f"{each['running']} of {total} shard{plural(total)} running"]
+    parts = [f"{each['running']} of {counted(total, 'shard')} running"]
     if each["pending"]:
         parts.append(f"{each['pending']} pending in Slurm")
     if each["stopped"]:
@@ -629,6 +667,26 @@ def sentence(status, output, wrong, cause):
     return f"{', '.join(parts)}{';' if wrong else ','} {cause}"
 
 
+def unmarked(status):
+    """How many of the batches that its shards say are done have no marker: `make reconcile` may have dropped
+    some since. 0 where there is no directory of markers."""
+    try:
+        with os.scandir(Path(status["work"], "markers")) as files:
+            marked = sum(file.name.startswith(".done_") for file in files)
+    except OSError:
+        return 0
+    return max(0, sum(s["total_batches"] for s in status["shards"]) - marked)
+
+
+def in_words(status):
+    """`state` for people, who also want to know what happens before shards run, and that none moves."""
+    head = status["summary"].partition(":")[0]
+    if head in ("Not started", "Not complete", *(text.partition(":")[0] for text in BEFORE.values())):
+        return head.lower()
+    moves = any(s["condition"] in ("running", "starting", "pending") for s in status["shards"])
+    return "not running" if status["state"] == "running" and not moves else status["state"]
+
+
 def judged(status, points):
     """Adds `time_spent`, `bottleneck`, `summary` and `worry` (none some much), from the last 10 minutes."""
     newest = points[-1]["t"] if points else 0
@@ -639,17 +697,20 @@ def judged(status, points):
     running = [s for s in status["shards"] if s["condition"] == "running"]
     wrong = [f"shard {s['shard']} {ILL[s['condition']]}" for s in status["shards"] if s["condition"] in ILL]
     if running and not wrong and all(s["state"] == "draining" for s in running):
-        name, cause = "upload", f"all is computed, {status['pending_uploads']:,} uploads to {output} are left"
+        left = status["pending_uploads"]
+        name, cause = "upload", (f"all is computed, {counted(left, 'upload')} to {output} "
+                                 f"{'is' if left == 1 else 'are'} left")
     elif seconds < 20:
         name, cause = None, "too early to name a bottleneck"
     else:
         model = "the GPU" if status["box"]["gpus"] else "the forward pass (no GPU)"
         name, cause = bottleneck(spent, points[-1]["t"] - points[0]["t"], output, model)
     name = name if running else None
-    halted = status["state"] == "stopped" or any(s["condition"] == "stopped" for s in status["shards"])
-    worry = "much" if wrong else "some" if halted or name == "upload" else "none"
-    return status | {"time_spent": spent, "bottleneck": name, "worry": worry,
-                     "summary": sentence(status, output, wrong, cause)}
+    status = status | {"time_spent": spent, "bottleneck": name,
+                       "summary": sentence(status, output, wrong, cause)}
+    halted = in_words(status) in ("stopped", "not complete") or status["state"] == "running" and any(
+        s["condition"] == "stopped" for s in status["shards"])
+    return status | {"worry": "much" if wrong else "some" if halted or name == "upload" else "none"}
 
 
 def look(args, last_bytes=1 << 20):
@@ -672,9 +733,17 @@ def span(value, unit_s=1, parts=2):
     return " ".join(f"{n} {unit}" for n, unit in units[:parts])
 
 
-def plural(n):
-    """The ending of a noun after a number."""
-    return "" if n == 1 else "s"
+def counted(n, noun):
+    """1 batch, 2 batches, 1,000 samples"""
+    ending = "" if n == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{n:,} {noun}{ending}"
+
+
+def gb(n, digits=1):
+    """Bytes: 1,678.0 GB, below a tenth of one 93.5 MB, below a tenth of that 5,144 bytes."""
+    if n < 1e5:
+        return counted(n, "byte")
+    return f"{n / 1e9:,.{digits}f} GB" if n >= 1e8 else f"{n / 1e6:,.1f} MB"
 
 
 def there(s):
@@ -683,9 +752,9 @@ def there(s):
 
 
 def percent(s):
-    """100 only when all are there."""
+    """100 only when all are there, as they are for a shard that had nothing to do and is done."""
     done, wanted = there(s)
-    return min(100, int(100 * done / max(1, wanted)))
+    return 100 if not wanted and s.get("condition") == "done" else min(100, int(100 * done / max(1, wanted)))
 
 
 def left_out(s):
@@ -736,7 +805,7 @@ def rows(status):
                 f"{s['pending_uploads']}/{s['failed_uploads']}", span(s["waited_for_room_s"], parts=1),
                 "—" if busy is None else f"{100 * min(1, busy):.0f} %", seen]
     out = [row(s, str(s["shard"]), doing(s), s["condition"] == "running") for s in status["shards"]]
-    return out + [row(status, "all", status["state"], status["state"] == "running")]
+    return out + [row(status, "all", in_words(status), status["state"] == "running")]
 
 
 def texts(status):
@@ -744,12 +813,12 @@ def texts(status):
     box = status["box"]
     plan = f"plan {status['fingerprint'][:12]}" if status["fingerprint"] else "no plan yet"
     headline = " | ".join([
-        status["work"], plan, status["state"], f"batches {status['batch']:,}/{status['total_batches']:,}",
-        *left_out(status), f"{status['staged_bytes'] / 1e9:,.1f} GB staged",
+        status["work"], plan, in_words(status), f"batches {status['batch']:,}/{status['total_batches']:,}",
+        *left_out(status), f"{gb(status['staged_bytes'])} staged",
         f"ETA {span(status['eta_hours'], 3600)}"])
     problems = [f"shard {s['shard']}: {problem(status['work'], s)}" for s in status["shards"]
                 if s["message"] not in (*CALM, "not started")]
-    if not status["shards"]:
+    if in_words(status) == "not started":
         problems.append(f"begin with {START}")
     lines = [f"Slurm   {status['slurm']}"] if status["slurm"] else []
     for gpu in box["gpus"]:
@@ -912,7 +981,7 @@ class Guard:
             host = re.sub(r":\d*$", "", asked.headers.get("host", ""))
             allowed = host in ("127.0.0.1", "localhost", "[::1]")
             refusal = PlainTextResponse("open it as http://127.0.0.1:PORT (ssh -L leads there), or start it "
-                                        "with --token\n", 403)
+                                        "with WEB_TOKEN= (--token)\n", 403)
         answer = self.app
         if not allowed:
             answer = WebSocketClose(1008) if scope["type"] == "websocket" else refusal
@@ -988,7 +1057,8 @@ def web(args):
         if args.token and len(args.token) < 16:
             raise OSError("the token has fewer than 16 characters: take one of `openssl rand -hex 16`")
         if not loopback and not args.token:
-            raise OSError("others can reach that: a --token is needed, as of `openssl rand -hex 16`")
+            raise OSError("others can reach that: WEB_TOKEN= (--token) is needed, as of "
+                          "`openssl rand -hex 16`")
         socket.create_server((args.host, args.port)).close()
     except (OSError, OverflowError) as e:
         print(f"no page on --host {args.host} --port {args.port} (WEB_HOST= WEB_PORT=): {e}", file=sys.stderr)
@@ -1163,7 +1233,7 @@ def log_line(shards, counts, over):
     """All shards together, as --follow prints them now and then; without rates once the run is over."""
     t = totals(shards, counts)
     samples = "{:,}/{:,} samples ({} %)".format(*there(t), percent(t))
-    parts = [f"{len(shards)} shard{plural(len(shards))}", ", ".join([samples, *left_out(t)])]
+    parts = [counted(len(shards), "shard"), ", ".join([samples, *left_out(t)])]
     if not over:
         parts += [f"{t['rate_per_sec']:,.1f} samples/s", f"{t['tokens_per_sec']:,.0f} tokens/s",
                   f"eta {span(t['eta_hours'], 3600)}"]
@@ -1231,7 +1301,9 @@ def main():
                      help="write the table to FILE (default: STATUS.md in the work directory)")
     how.add_argument("--watch", nargs="?", const=2.0, type=float, metavar="SECONDS",
                      help="redraw every so many seconds until Ctrl-C (default: 2)")
-    how.add_argument("--pids", action="store_true", help="print the pids of the shards that run, a line each")
+    how.add_argument("--pids", nargs="?", const="shards", choices=["shards", "preparing"],
+                     help="print the pids of the shards that run, a line each; or of what prepares them: "
+                     "make extract until it has started them, planner, warm-up (default: shards)")
     how.add_argument("--follow", action="store_true",
                      help="show progress until all shards have ended; exit with the worst of their codes")
     how.add_argument("--plot", metavar="FILE", help="draw the run's curves: run.png, .svg, .pdf")
@@ -1255,7 +1327,8 @@ def main():
     work = Path(args.work)
     if args.pids:
         pids = (pid_of(f) for f in sorted(work.glob("pids/shard_*.pid")))
-        print(*(pid for pid in pids if process_state(pid, work)), sep="\n")
+        shards = (pid for pid in pids if process_state(pid, work))
+        print(*(shards if args.pids == "shards" else preparing_pids(work)), sep="\n")
         return 0
     if not os.path.isdir(work):
         error = f"no work directory {args.work!r}: {START}   or name the run's own: make status WORK=DIR"
@@ -1270,7 +1343,7 @@ def main():
             plot(points, args.plot)
         except (OSError, ValueError) as e:  # ValueError: an ending that matplotlib does not know
             parser.exit(2, f"cannot write {args.plot}: {e}\n")
-        print(f"wrote {args.plot}: {len(points):,} points")
+        print(f"wrote {args.plot}: {counted(len(points), 'point')}")
         return 0
     if args.snapshot is not None:
         try:

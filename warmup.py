@@ -857,12 +857,14 @@ def main(argv=None):
     try:
         o.data, o.out = o.data or "unused", o.out or "unused"
         extract.check_options(o)
-        work.mkdir(parents=True, exist_ok=True)
-        with open(work / ".warmup.lock", "w") as lock:  # of several, one compiles and the others find it done
+        (work / "pids").mkdir(parents=True, exist_ok=True)
+        with open(work / "pids" / ".warmup", "a+") as lock:  # one compiles, the others find it done
             if o.second:
                 print(compact(second(o, work)), flush=True)
                 return 0
             fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.truncate(0)
+            print(os.getpid(), file=lock, flush=True)  # for make stop and status
             report = warm(o, work)
             print(compact(report), flush=True)
             if torch.cuda.is_available() and "second_process" not in report:

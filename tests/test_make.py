@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from s3 import S3Server
 from shards import until
@@ -244,6 +245,7 @@ def test_one_killed_shard_is_named_and_the_other_finishes(slow):
     output = p.communicate(timeout=180)[0]
     assert p.returncode != 0
     assert "shard 0 exited 0 (done)" in output and "shard 1 exited 1" in output
+    assert "Killed" not in output and "CUDA_VISIBLE_DEVICES" not in output
 
 
 def test_stop_signals_nobody_else(tmp_path):
@@ -265,6 +267,105 @@ def test_stop_reaches_a_shard_that_sigstop_holds(tmp_path):
     p = make("stop", f"WORK={tmp_path / 'w'}")
     assert p.returncode == 0 and "stopped" in p.stdout, p.stdout
     held.kill()
+
+
+def begun(run, work, stage):
+    """make extract in the background, until the process of a pid file is there; that process is held."""
+    p = subprocess.Popen(["make", "--no-print-directory", f"PY={sys.executable}", "extract", *run], cwd=ROOT,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    pid = int(until(lambda: (work / stage).exists() and (work / stage).read_text(), p))
+    if stage != ".launch":
+        os.kill(pid, signal.SIGSTOP)
+    return p, pid
+
+
+@pytest.fixture(scope="module", params=[".launch", "pids/.plan", "pids/.warmup"])
+def stopped_early(inputs, tmp_path_factory, request):
+    """A run that make stop found at its very beginning, while it planned, and while it warmed up."""
+    d = tmp_path_factory.mktemp("early")
+    stage, knobs = knobs_of(inputs, d)
+    (d / "w/warmup.json").unlink()
+    p, pid = begun(knobs, d / "w", request.param)
+    again, looked = make("extract", *knobs), make("status", f"WORK={d / 'w'}")
+    stop = make("stop", f"WORK={d / 'w'}")
+    yield SimpleNamespace(work=d / "w", pid=pid, again=again, status=looked.stdout, stop=stop,
+                          code=p.wait(60), said=p.stdout.read(), at=request.param)
+    shutil.rmtree(stage, ignore_errors=True)
+
+
+def test_stop_before_the_shards_ends_what_prepares_them(stopped_early):
+    assert stopped_early.stop.returncode == 0 and "\nstopped; the same" in stopped_early.stop.stdout
+    assert not Path(f"/proc/{stopped_early.pid}").exists()
+
+
+def test_shards_do_not_start_after_a_stop_before_them(stopped_early):
+    assert stopped_early.code == 2 and "stopped before a shard was started" in stopped_early.said
+    assert not [*stopped_early.work.glob("*/shard_*")]
+
+
+def test_a_second_extract_while_the_first_prepares_is_refused(stopped_early):
+    assert stopped_early.again.returncode == 2
+    assert "under way or being started: make status" in stopped_early.again.stdout
+
+
+def test_status_says_what_happens_before_the_shards(stopped_early):
+    word, words = {".launch": ("", ""),
+                   "pids/.plan": ("planning", "Planning: the data is being tokenized"),
+                   "pids/.warmup": ("warming up", "Warming up: kernels are compiled")}[stopped_early.at]
+    assert f" | {word}" in stopped_early.status and f"\n{words}" in stopped_early.status
+    assert "begin with" not in stopped_early.status
+
+
+def test_stop_waits_for_shards_that_are_just_being_started_and_ends_them(tmp_path):
+    (tmp_path / "extract.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "w/pids").mkdir(parents=True)
+    start = (f"exec 9>>w/.launch; flock 9; touch w/locked; {sys.executable} extract.py --work w 9>&- & "
+             "sleep 1.5; echo $! >w/pids/shard_0.pid; exec 9>&-; wait $!")
+    shell = subprocess.Popen(["bash", "-c", start], cwd=tmp_path)
+    until(lambda: (tmp_path / "w/locked").exists(), shell)
+    p = make("stop", f"WORK={tmp_path / 'w'}")
+    assert p.returncode == 0 and "asking" in p.stdout and shell.wait(10) == 143, p.stdout
+
+
+def test_stop_ends_the_children_of_a_warm_up(tmp_path):
+    (tmp_path / "warmup.py").write_text("import subprocess; subprocess.run(['sleep', '60'])")
+    warmup = subprocess.Popen([sys.executable, "warmup.py", "--work", "w"], cwd=tmp_path)
+    (tmp_path / "w/pids").mkdir(parents=True)
+    (tmp_path / "w/pids/.warmup").write_text(f"{warmup.pid}\n")
+    (child,) = until(lambda: psutil.Process(warmup.pid).children())
+    threading.Thread(target=warmup.wait, daemon=True).start()  # so that it does not stay a zombie
+    p = make("stop", f"WORK={tmp_path / 'w'}")
+    assert p.returncode == 0 and (not child.is_running() or child.status() == "zombie"), p.stdout
+
+
+@pytest.fixture
+def before_slurm(tmp_path):
+    """A work directory of an earlier run, and an sbatch first in PATH that leaves a file and refuses."""
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\nexit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    (tmp_path / "w/pids").mkdir(parents=True)
+    (tmp_path / "w/progress_shard_0.json").write_text("{}")
+    return {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize("left_out", ["MODEL", "DATA", "OUT"])
+def test_slurm_without_model_data_or_out_is_refused_before_it_submits(before_slurm, tmp_path, left_out):
+    knobs = [f"{name}=x" for name in ("MODEL", "DATA", "OUT") if name != left_out]
+    p = make("slurm", f"WORK={tmp_path / 'w'}", "GPUS=1", *knobs, env=before_slurm)
+    assert p.returncode == 2 and "MODEL=, DATA= and OUT= are needed" in p.stdout
+    assert not (tmp_path / "asked").exists()
+
+
+def test_an_accepted_submission_ends_the_progress_of_the_run_before(before_slurm, tmp_path):
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 7\n")
+    p = make("slurm", f"WORK={tmp_path / 'w'}", "GPUS=1", "MODEL=x", "DATA=x", "OUT=x", env=before_slurm)
+    assert p.returncode == 0 and "array 7 of 1 shard:" in p.stdout, p.stdout + p.stderr
+    assert not (tmp_path / "w/progress_shard_0.json").exists()
+
+
+def test_a_refused_submission_leaves_the_progress_of_the_run_before(before_slurm, tmp_path):
+    p = make("slurm", f"WORK={tmp_path / 'w'}", "GPUS=1", "MODEL=x", "DATA=x", "OUT=x", env=before_slurm)
+    assert p.returncode and (tmp_path / "asked").exists() and (tmp_path / "w/progress_shard_0.json").exists()
 
 
 def test_clean_shm_names_what_was_not_uploaded_and_leaves_others_alone(tmp_path):
@@ -310,6 +411,14 @@ def test_plan_writes_nothing_into_out(run, tmp_path):
     p = make("plan", *run)
     assert p.returncode == 0 and "GB of room" in p.stdout
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob("tmp*"))
+
+
+def test_the_plan_of_one_small_batch_is_in_the_singular_and_in_megabytes(run, inputs, tmp_path):
+    (tmp_path / "one.jsonl").write_text('{"input_ids": [1, 2, 3, 4]}\n')
+    p = make("plan", *run, f"DATA={tmp_path}/one.jsonl", "GPUS=1")
+    for words in ("1 sample, 4 tokens", "] 1 batch, ", "with 1 shard,"):
+        assert words in p.stdout
+    assert re.search(r" full: ([\d,]+ bytes) .* of room in .*, up to \1 a batch", p.stdout, re.S), p.stdout
 
 
 def test_the_plan_says_how_long_it_takes_in_a_unit_to_read(run):

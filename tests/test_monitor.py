@@ -363,6 +363,45 @@ def test_the_runs_state(run, codes, state):
     assert run.json()["state"] == state
 
 
+@pytest.mark.parametrize("plan", [None, '{"fingerprint": "abc", "counts": {"batches": 240}}'])
+def test_a_run_that_nobody_started_is_not_called_stopped(run, plan):
+    if plan:
+        (run.work / "plan/plan.json").write_text(plan)
+    found = run.json()
+    assert (found["state"], found["worry"]) == ("stopped", "none")
+    assert found["summary"].startswith("Not started: ")
+    assert re.search(r"^all +not started ", run.table(), re.M)
+
+
+def test_of_shards_that_are_all_held_none_is_called_running(run):
+    for shard in range(2):
+        run.progress(shard, 2, updated_at=time.time() - 42), run.process(shard).send_signal(signal.SIGSTOP)
+    assert " | not running | " in run.table() and run.json()["state"] == "running"
+
+
+def finished(run, shards, markers):
+    """Of 10 batches each; with so many markers of them."""
+    for shard in shards:
+        run.progress(shard, 4, state="done", exit_code=0)
+    (run.work / "markers").mkdir()
+    for batch in range(markers):
+        (run.work / "markers" / f".done_{batch:06d}").write_text("{}")
+
+
+def test_a_finished_run_that_lost_a_marker_is_not_complete(run):
+    finished(run, range(4), 39)
+    found = run.json()
+    assert (found["summary"], found["worry"]) == (
+        "Not complete: 1 of 40 batches has no marker: make extract goes on", "some")
+
+
+def test_markers_of_other_machines_are_not_missed(run):
+    finished(run, [0], 10)
+    (run.work / "plan/plan.json").write_text('{"counts": {"samples": 8000, "skipped": 40, "batches": 40}}')
+    assert run.json("--num-shards", "1")["summary"].startswith("Done: ")
+    assert "Not complete" not in run.json()["summary"]
+
+
 def test_the_sentence_counts_stopped_shards_while_others_run(run):
     run.progress(0, 2), run.process(0), run.progress(1, 2, state="stopped", exit_code=3)
     assert run.json()["summary"].startswith("1 of 2 shards running, 1 stopped, ")
@@ -423,6 +462,21 @@ def test_a_shard_that_never_planned_counts_with_what_the_plan_gives_it(run):
     run.progress(0, 2, state="done", exit_code=0, processed=20, skipped=0, total=20), run.dead_pid(1)
     (run.work / "plan" / "plan.json").write_text('{"counts": {"samples": 40, "skipped": 2, "batches": 20}}')
     assert re.search(r"^all +failed +20/40 +50 % .* 2 ", run.table(), re.M)
+
+
+def test_one_is_singular(run):
+    run.progress(0, state="done", exit_code=0, processed=1, skipped=0, total=1, batch=1)
+    assert "Done: 1 sample in 1 batch, all in OUT" in run.json()["summary"]
+
+
+def test_what_is_small_is_shown_in_megabytes(run):
+    run.progress(0, staged_bytes=5_300_000)
+    assert " | 5.3 MB staged | " in run.table() and run.json()["staged_bytes"] == 5_300_000
+
+
+def test_a_done_shard_that_had_nothing_to_do_is_whole(run):
+    run.progress(0, state="done", exit_code=0, processed=0, skipped=0, total=0, batch=0, total_batches=0)
+    assert re.search(r"^0 +done +0/0 +100 % ", run.table(), re.M)
 
 
 def test_markdown_writes_status_md(run):

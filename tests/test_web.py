@@ -329,9 +329,23 @@ def test_only_uploads_are_left(run):
 
 
 def test_tokenizing_before_the_first_shard_is_said(run):
-    child = run.process(0)
+    child = run.process(0, work=("--work", "work", "--plan-only"))
     (run.work / "pids" / "shard_0.pid").rename(run.work / "pids" / ".plan")
     assert child.poll() is None and "being tokenized" in run.json()["summary"]
+
+
+def test_tokenizing_before_another_start_is_said_though_old_shards_stopped(run):
+    run.process(1, work=("--work", "work", "--plan-only"))
+    (run.work / "pids" / "shard_1.pid").rename(run.work / "pids" / ".plan")
+    run.progress(0, state="stopped", exit_code=3)
+    assert re.search(r"^all +planning ", run.table(), re.M) and run.json()["worry"] == "none"
+
+
+def test_a_reconcile_of_a_finished_run_is_no_planning(run):
+    run.process(1, work=("--work", "work", "--reconcile"))
+    (run.work / "pids" / "shard_1.pid").rename(run.work / "pids" / ".plan")
+    run.progress(0, state="done", exit_code=0)
+    assert run.json()["summary"].startswith("Done: ")
 
 
 # ---- a broken world
@@ -420,7 +434,8 @@ def test_a_foreign_name_for_loopback_is_refused(served):
     assert served.get("/metrics", Host="elsewhere.example")[0] == 403
 
 
-@pytest.mark.parametrize("args, words", [(["--host", "0.0.0.0"], "--token"), (["--token", "short"], "16 characters"),
+@pytest.mark.parametrize("args, words", [(["--host", "0.0.0.0"], "WEB_TOKEN= (--token) is needed"),
+                                         (["--token", "short"], "16 characters"),
                                          (["--port", "99999"], "--port 99999")])
 def test_a_page_that_cannot_be_is_refused(run, args, words):
     refused = run.monitor("--web", *args)
