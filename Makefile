@@ -157,7 +157,7 @@ extract: $(VENV)  ## run GPUS shards in the background and follow them; Ctrl-C l
 	  CUDA_VISIBLE_DEVICES="$${devices[i]-}" setsid nohup $(EXTRACT) --shard $$i \
 	    >>'$(WORK)'/logs/shard_$$i.log 2>&1 </dev/null 9>&- &
 	  echo $$! >'$(WORK)'/pids/shard_$$i.pid
-	  disown  # or bash would print the whole command of one that is killed
+	  disown 2>/dev/null || true  # or bash would print the whole command of one that is killed
 	done
 	exec 9>&-; trap - TERM
 	code=0

@@ -61,7 +61,8 @@ class OutputError(Exception):
                            "InvalidToken|Forbidden|[Uu]nable to locate credentials|[Pp]artial credentials|"
                            "[Ii]nvalid bucket name|PermanentRedirect|AuthorizationHeaderMalformed|"
                            "config profile|No such file or directory|user-provided path|"
-                           "is none of ours|it holds batches, but|no file can be made in")
+                           "Permission denied|Read-only file system|is none of ours|it holds batches, but|"
+                           "no file can be made in")
 
     @property
     def permanent(self):

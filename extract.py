@@ -108,7 +108,7 @@ def check_options(o):
             raise Refused(f"--forward-tokens {o.forward_tokens}: give --max-len {o.max_len} or more, or auto")
         o.forward_tokens = int(o.forward_tokens)
     try:  # as the fingerprint has it, whatever its spaces and order
-        o.template_args = compact(dict(json.loads(o.template_args).items()))
+        o.template_args = json.dumps(dict(json.loads(o.template_args).items()), sort_keys=True)
     except (ValueError, AttributeError):
         raise Refused(f"--template-args {o.template_args} is no JSON object like "
                       '{"enable_thinking": false}') from None
@@ -626,17 +626,17 @@ class Stage:
         mine = self.dir / f".run_{sha(work.resolve(), num_shards)}"
         try:
             self.dir.mkdir(exist_ok=True)
-            self.lock = open(mine, "w")
+            turn, self.lock = open(self.dir / ".claim", "w"), open(mine, "w")
         except OSError as e:
             raise Refused(f"--stage {self.dir.parent} cannot be written to: {e}") from None
+        fcntl.flock(turn, fcntl.LOCK_EX)  # until this returns: nobody else is looking
         fcntl.flock(self.lock, fcntl.LOCK_SH)
         for other in set(self.dir.glob(".run_*")) - {mine}:
             try:
                 with open(other) as f:
                     fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                other.unlink()
             except BlockingIOError:
-                raise Refused(f"another WORK or --num-shards uses {self.dir}: give another --stage") from None
+                raise Refused(f"another WORK or --num-shards runs through {self.dir}: `make stop`") from None
 
     def capacity(self):
         return monitor.room(self.dir.parent)[1] + sum(map(warmup.size_of, self.dir.glob("batch_*")))

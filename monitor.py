@@ -332,7 +332,11 @@ def preparing(work):
         with open(work / ".launch") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        found["launch"] = pid_of(work / ".launch")
+        found["launch"] = None
+        pid = pid_of(work / ".launch")
+        with contextlib.suppress(psutil.Error):  # another machine's make has a pid that is anybody's here
+            if pid and "/.launch" in " ".join(psutil.Process(pid).cmdline()):  # bash has the recipe there
+                found["launch"] = pid
     except OSError:
         pass  # nobody has started one
     return found

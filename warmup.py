@@ -260,9 +260,10 @@ def model_parts(path):
     """
     config = json.loads((path / "config.json").read_bytes())
     yield compact({k: v for k, v in config.items() if k not in ("transformers_version", "_name_or_path")})
-    for index in path.glob("*.safetensors.index.json"):
-        names = {*(read_json(index) or {}).get("weight_map", {}).values()}
-        if lost := sorted(name for name in names if not (path / name).is_file()):
+    index = path / "model.safetensors.index.json"
+    names = (read_json(index) or {}).get("weight_map")
+    if isinstance(names, dict) and not (path / "model.safetensors").is_file():  # which transformers prefers
+        if lost := sorted(name for name in {*map(str, names.values())} if not (path / name).is_file()):
             raise Refused(f"{index} names files that are not there: {', '.join(lost[:5])}. Download them")
     for file in sorted(path.glob("*.safetensors")):
         with open(file, "rb") as f:
@@ -293,8 +294,9 @@ def determined_by(o, path, data, layers, final):
         today = json.dumps({"date_string": time.strftime("%d %b %Y")})
         say("the chat template writes today's date: planned anew on another day, samples differ. Where it "
             f"knows that name, fix it with --template-args '{today}'")
-    tokenizer = content("tokenizer.*", "vocab.*", "merges.txt", "special_tokens_map.json",
-                        "added_tokens.json")
+    tokenizer = content("tokenizer.*", "vocab.*", "special_tokens_map.json", "added_tokens.json")
+    if not (path / "tokenizer.json").is_file():  # which has them
+        tokenizer += content("merges.txt")
     same = "dtype compute_dtype tokens max_len overlong min_len min_supervised template_args".split()
     return {"weights": sha(*model_parts(path)), "tokenizer": sha(compact(settings), *tokenizer),
             "chat_template": sha(*template), "data": data, "layers": layers, "final": final} | {

@@ -566,7 +566,7 @@ def test_shards_of_two_counts_do_not_run_side_by_side(new, place, s3):
     run = new(place.few, out="s3://bucket/two_counts", env=s3.environ(), args=["--upload-mbps", "0.1"])
     process = run.start(shard=0, of=1)
     until(lambda: run.progress().get("state") in ("running", "draining"), process)
-    assert run.run(shard=1, of=2) == 2 and "another WORK or --num-shards uses" in run.log(1)
+    assert run.run(shard=1, of=2) == 2 and "another WORK or --num-shards runs" in run.log(1)
     process.kill()
 
 

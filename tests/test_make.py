@@ -316,6 +316,26 @@ def test_status_says_what_happens_before_the_shards(stopped_early):
     assert "begin with" not in stopped_early.status
 
 
+def test_stop_ends_nobody_elses_process_that_has_the_pid_of_a_launch(tmp_path):
+    (tmp_path / "w/pids").mkdir(parents=True)
+    other = subprocess.Popen(["sleep", "60"])
+    (tmp_path / "w/.launch").write_text(f"{other.pid}\n")
+    holder = subprocess.Popen(["flock", tmp_path / "w/.launch", "sleep", "3"])
+    p = make("stop", f"WORK={tmp_path / 'w'}")
+    assert p.returncode == 0 and other.poll() is None, p.stdout
+    other.kill()
+    holder.wait()
+
+
+def test_a_shard_that_ends_at_once_keeps_no_other_from_starting(inputs, tmp_path):
+    stage, knobs = knobs_of(inputs, tmp_path)
+    (tmp_path / "w/logs/shard_0.log").unlink(missing_ok=True)
+    (tmp_path / "w/logs/shard_0.log").mkdir(parents=True)  # bash cannot open it: no process at all
+    p = make("extract", *knobs)
+    assert p.returncode == 2 and "shard 1 exited" in p.stdout, p.stdout
+    shutil.rmtree(stage, ignore_errors=True)
+
+
 def test_stop_waits_for_shards_that_are_just_being_started_and_ends_them(tmp_path):
     (tmp_path / "extract.py").write_text("import time; time.sleep(60)")
     (tmp_path / "w/pids").mkdir(parents=True)

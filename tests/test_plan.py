@@ -404,11 +404,31 @@ def test_the_fingerprint_changes_with_a_file_of_the_model(fingerprint, place, tm
 def test_the_fingerprint_changes_with_a_file_that_a_tokenizer_may_have(fingerprint, place, tmp_path, file):
     copy = shutil.copytree(place.model, tmp_path / "copy")
     (copy / file).parent.mkdir(exist_ok=True)
+    if file == "merges.txt":
+        (copy / "tokenizer.json").unlink()  # it has them
     seen = {fingerprint(model=copy)}
     for text in ('{"a": "x"}', '{"a": "y"}'):
         (copy / file).write_text(text)
         seen.add(fingerprint(model=copy))
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize("file, text", [
+    ("model.safetensors.index.json", '{"weight_map": null}'), ("model.safetensors.index.json", '[1]'),
+    ("consolidated.safetensors.index.json", '{"weight_map": {"x": "consolidated-1.safetensors"}}')])
+def test_an_index_that_transformers_does_not_need_is_no_reason_to_refuse(fingerprint, place, tmp_path, file, text):
+    copy = shutil.copytree(place.model, tmp_path / "copy")
+    (copy / file).write_text(text)
+    assert fingerprint(model=copy) == fingerprint()
+
+
+def test_a_stale_index_beside_a_whole_file_is_no_reason_to_refuse(fingerprint, place, tmp_path):
+    copy = shutil.copytree(place.model, tmp_path / "copy")
+    first, *others = sorted(copy.glob("*.safetensors"))
+    first.rename(copy / "model.safetensors")
+    for other in others:
+        other.unlink()
+    assert fingerprint(model=copy)
 
 
 def test_the_fingerprint_does_not_change_with_spaces_in_the_template_arguments(case, tmp_path):
