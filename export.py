@@ -348,7 +348,7 @@ class Batch:
             begin = 8 + int.from_bytes(self.map[:8], "little")
             header = json.loads(self.map[8:begin])
             meta = json.loads(header.pop("__metadata__")["meta"])
-            of, is_number = meta["fingerprint"], meta["batch"]
+            of, held = meta["fingerprint"], meta["batch"]
             self.tensors = {name: (TORCH[x["dtype"]], x["shape"], begin + x["data_offsets"][0])
                             for name, x in header.items()}
             size = begin + max(x["data_offsets"][1] for x in header.values())
@@ -356,8 +356,8 @@ class Batch:
             raise OutputError(f"{path} is no whole batch file of ours ({e})") from None
         if of != fingerprint:
             raise OutputError(f"{path} is of the run {of}, the manifest of {fingerprint}: two runs are mixed")
-        if is_number != number:
-            raise OutputError(f"{path} holds batch {is_number}: it was renamed or copied; fetch it again")
+        if held != number:
+            raise OutputError(f"{path} holds batch {held}: it was renamed or copied; fetch it again")
         if size != len(self.map):
             raise OutputError(f"{path} has {len(self.map):,} bytes instead of {size:,}: fetch it again")
 

@@ -487,7 +487,7 @@ def get_plan(o, work, path, output):
         plan.in_use, plan.complete = in_use, there.get("complete")
         if plan.inputs != inputs:  # equal data under new dates: next time it need not be read to know
             write_atomic(directory / "plan.json", json.dumps(plan.known | {"inputs": inputs}, indent=1))
-        if not o.plan_only and not output.sizes("index."):  # it is new, or was lost
+        if not o.plan_only and not (there and output.sizes("index.")):  # else it was lost, or is nobody's
             output.write("index.parquet", (directory / "index.parquet").read_bytes())
         if not o.plan_only and not there:  # which also proves that S3 takes objects, before a model is loaded
             output.write("manifest.json", manifest(plan))

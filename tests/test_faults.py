@@ -427,6 +427,14 @@ def test_an_index_that_out_has_lost_is_written_again(new, whole, place, args):
     assert run.run(*args) == 0 and (run.out / "index.parquet").read_bytes() == index, run.log()
 
 
+def test_an_index_without_a_manifest_is_not_taken_for_this_run_s(new, whole, place):
+    run = new(place.few)
+    run.out.mkdir()
+    (run.out / "index.parquet").write_bytes((whole.out / "index.parquet").read_bytes())
+    assert run.run() == 0, run.log()
+    assert (run.out / "index.parquet").read_bytes() == (run.work / "plan/index.parquet").read_bytes()
+
+
 def test_a_finished_run_keeps_the_record_of_what_computed_it(new, whole, place):
     run = copy(new(place.chat), whole.out)
     manifest = json.loads((run.out / "manifest.json").read_text())
